@@ -1,0 +1,17 @@
+"""Ulysses sequence parallelism for any PyTorch model: layouts, the exchange, one call."""
+
+from ulysses_dtensor.collectives import count_collectives
+from ulysses_dtensor.errors import LayoutError, PlanError
+from ulysses_dtensor.layout import Layout
+from ulysses_dtensor.redistribute import distribute, redistribute
+from ulysses_dtensor.transition import Transition
+
+__all__ = [
+    "Layout",
+    "LayoutError",
+    "PlanError",
+    "Transition",
+    "count_collectives",
+    "distribute",
+    "redistribute",
+]
