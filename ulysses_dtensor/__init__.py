@@ -1,9 +1,12 @@
 """Ulysses sequence parallelism for any PyTorch model: layouts, the exchange, one call."""
 
+from ulysses_dtensor.attention import UlyssesAttention
 from ulysses_dtensor.collectives import count_collectives
 from ulysses_dtensor.errors import LayoutError, PlanError
 from ulysses_dtensor.layout import Layout
+from ulysses_dtensor.plan import UlyssesPlan, parallelize_module
 from ulysses_dtensor.redistribute import distribute, redistribute
+from ulysses_dtensor.region import bypass
 from ulysses_dtensor.transition import Transition
 
 __all__ = [
@@ -11,7 +14,11 @@ __all__ = [
     "LayoutError",
     "PlanError",
     "Transition",
+    "UlyssesAttention",
+    "UlyssesPlan",
+    "bypass",
     "count_collectives",
     "distribute",
+    "parallelize_module",
     "redistribute",
 ]

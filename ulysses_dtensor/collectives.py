@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from math import prod
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from ulysses_dtensor.errors import LayoutError
 from ulysses_dtensor.layout import mesh_sizes
-from ulysses_dtensor.transition import peers
+from ulysses_dtensor.transition import coordinates, peers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -91,7 +91,9 @@ def all_gather(send: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Returns the equally long flat tensors of all ranks, one row for each rank of the group."""
     ranks = dist.get_world_size(group)
     received = send.new_empty(ranks * send.numel())
-    wire_in, wire_out = (send, received) if send.dtype in _NATIVE else (send.view(torch.uint8), received.view(torch.uint8))
+    wire_in, wire_out = (
+        (send, received) if send.dtype in _NATIVE else (send.view(torch.uint8), received.view(torch.uint8))
+    )
     _record("all-gather", (ranks - 1) * send.numel() * send.element_size())
     dist.all_gather_single(wire_out, wire_in, group=group)
     return received.view(ranks, send.numel())
@@ -115,21 +117,25 @@ def _record(kind: str, bytes_sent: int) -> None:
             count.calls.append((kind, bytes_sent))
 
 
-# Joint groups live as long as the default group under which they were made.
+# Joint groups live as long as the default group under which they were made, members as long as their mesh.
 _joint_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+_members: WeakKeyDictionary[DeviceMesh, dict[tuple[Any, ...], tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def group_of(mesh: DeviceMesh, mesh_axes: Sequence[str]) -> ProcessGroup:
     """Returns the group of the ranks that differ from this one on `mesh_axes` alone, row-major over them.
 
     The group of several axes is made at first use, by its members alone; all of them must come here.
+
+    Raises:
+        LayoutError: the mesh lists its ranks in another order than the group numbers them.
     """
+    mesh_axes = tuple(mesh_axes)
+    if len(mesh_axes) == 1 and torch.compiler.is_compiling():
+        return mesh.get_group(mesh_axes[0])
+    members = members_of(mesh, mesh_axes)
     if len(mesh_axes) == 1:
         return mesh.get_group(mesh_axes[0])
-    sizes = mesh_sizes(mesh)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    members = tuple(int(mesh.mesh[at].item()) for at in peers(sizes, tuple(mesh_axes), tuple(coordinate)))
     world = dist.group.WORLD
     assert world is not None
     if members == tuple(range(dist.get_world_size())):
@@ -138,5 +144,28 @@ def group_of(mesh: DeviceMesh, mesh_axes: Sequence[str]) -> ProcessGroup:
     if members not in groups:
         made = dist.new_group(list(members), use_local_synchronization=True)
         groups[members] = cast("ProcessGroup", made)
-    assert dist.get_world_size(groups[members]) == prod(size for name, size in sizes if name in mesh_axes)
     return groups[members]
+
+
+def members_of(mesh: DeviceMesh, mesh_axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Returns the global ranks that differ from this one on `mesh_axes` alone, row-major over them.
+
+    Raises:
+        LayoutError: they do not ascend here or elsewhere on the mesh. Torch numbers a group's ranks in ascending order,
+            so that rank i of the group would not be position i on the mesh.
+    """
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    known, key = _members.setdefault(mesh, {}), (mesh_axes, *coordinate)
+    if key not in known:
+        sizes, ranks = mesh_sizes(mesh), mesh.mesh
+        for at in coordinates(tuple((name, 1 if name in mesh_axes else size) for name, size in sizes)):
+            row = tuple(int(ranks[peer].item()) for peer in peers(sizes, mesh_axes, at))
+            if row != tuple(sorted(row)):
+                raise LayoutError(
+                    f"mesh: the ranks along {' x '.join(mesh_axes)} are {row}, which do not ascend, and a group "
+                    "numbers them in ascending order. Build the mesh as init_device_mesh does, and slice it in its "
+                    "own order."
+                )
+        known[key] = tuple(int(ranks[peer].item()) for peer in peers(sizes, mesh_axes, tuple(coordinate)))
+    return known[key]

@@ -10,5 +10,5 @@ class PlanError(ValueError):
 
 
 def caret(text: str, position: int, reason: str) -> str:
-    """Returns `reason` with `text` and a caret under `position` below it."""
-    return f"{reason}\n    {text}\n    {' ' * position}^"
+    """Returns `reason` with `text`, on one line, and a caret under `position` below it."""
+    return f"{reason}\n    {''.join(' ' if c.isspace() else c for c in text)}\n    {' ' * position}^"

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def exchange(
-    tensors: Sequence[torch.Tensor], routes: Sequence[Route], group: ProcessGroup
-) -> tuple[torch.Tensor, ...]:
+def exchange(tensors: Sequence[torch.Tensor], routes: Sequence[Route], group: ProcessGroup) -> tuple[torch.Tensor, ...]:
     """Moves several plain local tensors along their routes in one all-to-all (one for each dtype among them).
 
     Differentiable. Where a route sends an element to several ranks, their gradients are summed on the way back.
@@ -37,7 +35,9 @@ def exchange(
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, routes: tuple[Route, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, group: ProcessGroup, routes: tuple[Route, ...], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.routes = group, routes
         outputs = move(tensors, routes, group, add=False)
         ctx.differentiable = tuple(_is_differentiable(tensor) for tensor in tensors)
@@ -59,7 +59,9 @@ class _ExchangeBack(torch.autograd.Function):
     """The adjoint of `_Exchange`, itself differentiable: its own backward is the exchange again."""
 
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, routes: tuple[Route, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, group: ProcessGroup, routes: tuple[Route, ...], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.routes = group, routes
         return move(tensors, routes, group, add=True)
 
@@ -132,7 +134,9 @@ def _lands_in_order(route: Route) -> bool:
     for box in route.receives:
         if not volume(box):
             continue
-        split = [dim for dim, (bounds, size) in enumerate(zip(box, route.out_shape, strict=True)) if bounds != (0, size)]
+        split = [
+            dim for dim, (bounds, size) in enumerate(zip(box, route.out_shape, strict=True)) if bounds != (0, size)
+        ]
         if len(split) > 1 or (split and outer not in (None, split[0])):
             return False
         if split:

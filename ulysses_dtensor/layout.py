@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ulysses_dtensor.errors import LayoutError, caret
 from ulysses_dtensor.notation import ELLIPSIS, Axis, parse, position_of, render
@@ -69,7 +69,7 @@ class Layout:
         """The tensor axes this layout names, from left to right (`...` and `1` included)."""
         return tuple(axis.name for axis in self.axes)
 
-    def placements(self, mesh: DeviceMesh, ndim: int | None = None) -> tuple[Placement, ...]:
+    def placements(self, mesh: MeshLike, ndim: int | None = None) -> tuple[Placement, ...]:
         """Returns the DTensor placements on `mesh`, one for each of its dimensions.
 
         Args:
@@ -86,7 +86,7 @@ class Layout:
         from torch.distributed.tensor import Replicate, Shard
 
         dims = self.dims_of_mesh_axes(mesh, ndim)
-        return tuple(Replicate() if dims[name] is None else Shard(dims[name]) for name, _ in mesh_sizes(mesh))
+        return tuple(Replicate() if dim is None else Shard(dim) for dim in dims.values())
 
     def dims_of_mesh_axes(self, mesh: MeshLike, ndim: int | None = None) -> dict[str, int | None]:
         """Returns the tensor dim that each mesh axis cuts, None where the tensor is replicated over it."""
@@ -95,11 +95,13 @@ class Layout:
         if ndim is None:
             cut = [index for index, axis in enumerate(self.axes) if axis.mesh_axes]
             if ELLIPSIS in self.names and cut and max(cut) > self.names.index(ELLIPSIS):
-                raise LayoutError(f"Layout: {self.text!r} cuts an axis right of '...', whose dim depends on the tensor. Pass ndim.")
+                raise LayoutError(
+                    f"Layout: {self.text!r} cuts an axis right of '...', whose dim depends on the tensor. Pass ndim."
+                )
             axes = self.axes
         else:
             axes = self.expand(ndim)
-        dims = dict.fromkeys((name for name, _ in sizes))
+        dims: dict[str, int | None] = dict.fromkeys(name for name, _ in sizes)
         for dim, axis in enumerate(axes):
             dims.update(dict.fromkeys(axis.mesh_axes, dim))
         return dims
@@ -143,7 +145,9 @@ class Layout:
         sizes = mesh_sizes(mesh)
         if coordinate is None:
             coordinate = _own_coordinate(mesh)
-        if len(coordinate) != len(sizes) or any(not 0 <= at < size for at, (_, size) in zip(coordinate, sizes, strict=True)):
+        if len(coordinate) != len(sizes) or any(
+            not 0 <= at < size for at, (_, size) in zip(coordinate, sizes, strict=True)
+        ):
             raise LayoutError(f"Layout: coordinate={tuple(coordinate)} is no position on the mesh {dict(sizes)}.")
         _check_binding(self, sizes)
         axes = self.expand(len(global_shape))
@@ -152,10 +156,7 @@ class Layout:
         for dim, (axis, size) in enumerate(zip(axes, global_shape, strict=True)):
             if axis.name == "1" and size != 1:
                 raise LayoutError(f"Layout: {self.text!r} says size 1 at dim {dim}, the tensor has {size}.")
-            start, stop = 0, size
-            for name in axis.mesh_axes:
-                start, stop = chunk(start, stop, *where[name])
-            box.append((start, stop))
+            box.append(cut_axis(axis, size, where))
         return tuple(box)
 
     def move(self, mesh_axis: str, *, to: str | None) -> Layout:
@@ -177,13 +178,23 @@ class Layout:
         return Layout(render(tuple(axes)))
 
 
-LayoutLike = Layout | str
-MeshLike = "DeviceMesh | Mapping[str, int] | MeshSizes"
+LayoutLike: TypeAlias = Layout | str
+MeshLike: TypeAlias = "DeviceMesh | Mapping[str, int] | MeshSizes"
 
 
 def as_layout(layout: LayoutLike) -> Layout:
-    """Returns `layout` as a `Layout`; text is parsed."""
-    return _from_text(layout) if isinstance(layout, str) else layout
+    """Returns `layout` as a `Layout`; text is parsed.
+
+    Raises:
+        LayoutError: it is neither, or its text breaks the grammar.
+    """
+    if isinstance(layout, Layout):
+        return layout
+    if not isinstance(layout, str):
+        raise LayoutError(
+            f'Layout: {layout!r} is a {type(layout).__name__}. Pass a Layout or its text, "b (sp s) h d".'
+        )
+    return _from_text(layout)
 
 
 def mesh_sizes(mesh: MeshLike) -> MeshSizes:
@@ -207,6 +218,14 @@ def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
     return min(stop, start + index * size), min(stop, start + (index + 1) * size)
 
 
+def cut_axis(axis: Axis, size: int, where: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """Returns the (start, stop) of an axis of `size`; `where` is (parts, index) of each mesh axis that cuts it."""
+    start, stop = 0, size
+    for name in axis.mesh_axes:
+        start, stop = chunk(start, stop, *where[name])
+    return start, stop
+
+
 @lru_cache(maxsize=1024)
 def _from_text(text: str) -> Layout:
     return Layout(text)
@@ -228,7 +247,10 @@ def _check_binding(layout: Layout, sizes: MeshSizes) -> None:
             raise LayoutError(caret(layout.text, position_of(layout.text, axis.name), _misplaced(axis, mesh)))
         for name in axis.mesh_axes:
             if name not in order:
-                reason = f"Layout: {name!r} in {axis} is no dimension of {mesh}; left of a tensor axis only mesh dimensions may stand."
+                reason = (
+                    f"Layout: {name!r} in {axis} is no dimension of {mesh}. "
+                    "Left of a tensor axis write mesh dimensions alone."
+                )
                 raise LayoutError(caret(layout.text, position_of(layout.text, name), reason))
         right = [name for name in order if name in axis.mesh_axes]
         if list(axis.mesh_axes) != right:
@@ -244,4 +266,7 @@ def _misplaced(axis: Axis, mesh: str) -> str:
             f"Layout: {axis} has the mesh axis {axis.name!r} on the right, which would interleave the elements; "
             f"no placement does that. Write {wanted}."
         )
-    return f"Layout: {axis.name!r} is a dimension of {mesh} and cannot name a tensor axis. Write ({axis.name} x) or rename one."
+    return (
+        f"Layout: {axis.name!r} is a dimension of {mesh} and cannot name a tensor axis. "
+        f"Write ({axis.name} x), or rename one of the two."
+    )

@@ -72,20 +72,24 @@ def position_of(text: str, name: str) -> int:
 
 
 def _tokens(text: str) -> list[tuple[str, int]]:
-    return [(match.group().strip(), match.end() - len(match.group().strip())) for match in _TOKEN.finditer(text)
-            if match.group().strip()]  # fmt: skip
+    matches = ((match.group().strip(), match.end()) for match in _TOKEN.finditer(text))
+    return [(token, end - len(token)) for token, end in matches if token]
 
 
 def _check_name(text: str, position: int, token: str, *, inside: bool) -> None:
     if token in (ELLIPSIS, "1"):
         if inside:
-            raise _error(text, position, f"{token!r} inside a composed axis; only mesh axes and one named tensor axis go there")
+            raise _error(
+                text, position, f"{token!r} inside a composed axis; only mesh axes and one named tensor axis go there"
+            )
     elif token.isdecimal():
         raise _error(text, position, f"the size {token}; only 1 may stand as a number, name every other axis")
     elif token in ("->", "-", ">"):
         raise _error(text, position, "an arrow; a layout is one side of a move, give source and destination apart")
     elif not token.isidentifier() or token[0] == "_" or token[-1] == "_":
-        raise _error(text, position, f"{token!r} is no axis name (letters and digits, no leading or trailing underscore)")
+        raise _error(
+            text, position, f"{token!r} is no axis name (letters and digits, no leading or trailing underscore)"
+        )
 
 
 def _error(text: str, position: int, reason: str) -> LayoutError:

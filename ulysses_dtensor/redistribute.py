@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -11,12 +13,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ulysses_dtensor.collectives import all_gather, all_reduce_sum, group_of
 from ulysses_dtensor.errors import LayoutError
 from ulysses_dtensor.exchange import cut, move
-from ulysses_dtensor.layout import Layout, LayoutLike, as_layout, mesh_sizes
-from ulysses_dtensor.notation import Axis, render
-from ulysses_dtensor.route import volume
-from ulysses_dtensor.transition import Step, Transition
+from ulysses_dtensor.layout import Layout, LayoutLike, MeshSizes, as_layout, mesh_sizes
+from ulysses_dtensor.notation import ELLIPSIS, Axis, render
+from ulysses_dtensor.route import Route, volume
+from ulysses_dtensor.transition import Transition
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -61,7 +64,8 @@ def redistribute(
         layout: the layout wanted; for several tensors one for all or one for each.
 
     Returns:
-        A DTensor of the same global shape in the layout's placements, or a tuple of them.
+        A DTensor of the same global shape in the layout's placements, or a tuple of them; `x` itself where it is placed
+        so already.
 
     Raises:
         LayoutError: `x` is no DTensor, is `Partial` or strided, or a layout does not fit its tensor and mesh.
@@ -72,113 +76,188 @@ def redistribute(
     Example:
         q, k, v = redistribute((q, k, v), "b s (sp h) d")
     """
-    single = isinstance(x, DTensor)
-    tensors = (x,) if isinstance(x, DTensor) else tuple(x)
-    one_for_all = isinstance(layout, (str, Layout))
-    layouts = tuple(as_layout(item) for item in ((layout,) * len(tensors) if one_for_all else layout))  # type: ignore[arg-type] - narrowed by one_for_all
+    single = isinstance(x, torch.Tensor)
+    tensors = (x,) if isinstance(x, torch.Tensor) else tuple(x)
+    layouts = (
+        (as_layout(layout),) * len(tensors)
+        if isinstance(layout, (str, Layout))
+        else tuple(as_layout(item) for item in layout)
+    )
     if len(layouts) != len(tensors):
-        raise LayoutError(f"redistribute: {len(tensors)} tensors and {len(layouts)} layouts. Pass one layout, or one for each.")
+        raise LayoutError(
+            f"redistribute: {len(tensors)} tensors and {len(layouts)} layouts. Pass one layout, or one for each."
+        )
     if not tensors:
         return ()
     transitions = tuple(_transition(tensor, dst) for tensor, dst in zip(tensors, layouts, strict=True))
     mesh = tensors[0].device_mesh
     for index, tensor in enumerate(tensors):
         if tensor.device_mesh != mesh:
-            raise LayoutError(f"redistribute: tensor {index} is on {tensor.device_mesh}, tensor 0 on {mesh}. Move them apart.")
-    outputs = _Redistribute.apply(mesh, transitions, *tensors)
+            raise LayoutError(
+                f"redistribute: tensor {index} is on {tensor.device_mesh}, tensor 0 on {mesh}. Move them apart."
+            )
+    _check_local(tensors, mesh, transitions)
+    outputs = _move(tensors, mesh, transitions)
     return outputs[0] if single else outputs
 
 
 def layout_of(x: DTensor, names: LayoutLike) -> Layout:
     """Returns the layout in which `x` is held, its tensor axes named as in `names`.
 
+    A dim that `names` leaves unnamed (`...`, `1`) gets a name of its own, since any dim may be cut.
+
     Raises:
         LayoutError: a placement is neither `Shard` nor `Replicate`, or the mesh has no dimension names.
     """
-    names = as_layout(names)
+    sizes = mesh_sizes(x.device_mesh)
     mesh_axes: dict[int, list[str]] = {}
-    for (name, _), placement in zip(mesh_sizes(x.device_mesh), x.placements, strict=True):
+    for (name, _), placement in zip(sizes, x.placements, strict=True):
         if type(placement) is Shard:
-            mesh_axes.setdefault(placement.dim % x.ndim, []).append(name)
+            mesh_axes.setdefault(placement.dim, []).append(name)
         elif type(placement) is not Replicate:
             remedy = "Reduce it first" if isinstance(placement, Partial) else "Bring it to Shard or Replicate first"
-            raise LayoutError(f"redistribute: x is placed {placement} on {name!r}, which no layout can say. {remedy}.")
-    axes = names.expand(x.ndim)
-    if any(axis.name == "..." and dim in mesh_axes for dim, axis in enumerate(axes)):
-        dim = next(dim for dim, axis in enumerate(axes) if axis.name == "..." and dim in mesh_axes)
-        raise LayoutError(f"redistribute: x is cut at dim {dim}, which {names.text!r} covers with '...'. Name that axis.")
-    kept: list[Axis] = []
-    for dim, axis in enumerate(axes):
-        if not (axis.name == "..." and kept and kept[-1].name == "..."):
-            kept.append(Axis(axis.name, tuple(mesh_axes.get(dim, ()))))
-    return Layout(render(tuple(kept)))
+            raise LayoutError(f"layout_of: x is placed {placement} on {name!r}, which no layout can say. {remedy}.")
+    axes = _named(as_layout(names), x.ndim, sizes).axes
+    return Layout(render(tuple(Axis(axis.name, tuple(mesh_axes.get(dim, ()))) for dim, axis in enumerate(axes))))
+
+
+@lru_cache(maxsize=1024)
+def _named(layout: Layout, ndim: int, sizes: MeshSizes) -> Layout:
+    """Returns `layout` with a name for each of `ndim` dims."""
+    taken = {*layout.names, *(name for name, _ in sizes)}
+    axes = []
+    for dim, axis in enumerate(layout.expand(ndim)):
+        name = axis.name
+        if name in (ELLIPSIS, "1"):
+            name = f"dim{dim}"
+            while name in taken:
+                name += "x"
+        axes.append(Axis(name, axis.mesh_axes))
+    return Layout(render(tuple(axes)))
 
 
 def _transition(x: DTensor, dst: Layout) -> Transition:
     if not isinstance(x, DTensor):
-        raise LayoutError(f"redistribute: x is a {type(x).__name__}, not a DTensor. Place it with distribute, or with from_local.")
+        raise LayoutError(
+            f"redistribute: x is a {type(x).__name__}, not a DTensor. Place it with distribute, or with from_local."
+        )
     try:
-        return Transition(layout_of(x, dst), dst, x.shape, x.device_mesh, itemsize=x.element_size())
+        sizes = mesh_sizes(x.device_mesh)
+        dst.local_box(x.shape, sizes, (0,) * len(sizes))
+        named = _named(dst, x.ndim, sizes)
+        return Transition(layout_of(x, named), named, x.shape, sizes, itemsize=x.element_size())
     except LayoutError as error:
         raise LayoutError(
             f"redistribute: to {dst.text!r}, global shape {tuple(x.shape)}, placements {x.placements}: {error}"
         ) from error
 
 
+def _check_local(tensors: Sequence[DTensor], mesh: DeviceMesh, transitions: Sequence[Transition]) -> None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise LayoutError(f"redistribute: this rank is not part of {mesh}. Call it on the mesh's ranks alone.")
+    for tensor, transition in zip(tensors, transitions, strict=True):
+        held = tuple(tensor.to_local().shape)
+        expected = transition.src.local_shape(transition.shape, transition.mesh, coordinate)
+        if held != expected:
+            raise LayoutError(
+                f"redistribute: this rank holds {held} of global shape {transition.shape}, torch.chunk gives it "
+                f"{expected}. Cut the tensor with distribute, or give from_local pieces as torch.chunk makes them."
+            )
+
+
+def _move(tensors: Sequence[DTensor], mesh: DeviceMesh, transitions: Sequence[Transition]) -> tuple[DTensor, ...]:
+    """Applies each transition to its tensor; one that is placed as wanted is returned as it is."""
+    outputs = list(tensors)
+    moving = [
+        index
+        for index, (x, transition) in enumerate(zip(tensors, transitions, strict=True))
+        if transition.dst.placements(transition.mesh, x.ndim) != tuple(x.placements)
+    ]
+    if moving:
+        planned = tuple(transitions[index] for index in moving)
+        moved = _Redistribute.apply(mesh, planned, *(tensors[index] for index in moving))
+        for index, output in zip(moving, moved, strict=True):
+            outputs[index] = output
+    return tuple(outputs)
+
+
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, transitions: tuple[Transition, ...], *tensors: DTensor) -> tuple[DTensor, ...]:
+    def forward(
+        ctx: Any, mesh: DeviceMesh, transitions: tuple[Transition, ...], *tensors: DTensor
+    ) -> tuple[DTensor, ...]:
         ctx.mesh, ctx.transitions = mesh, transitions
+        ctx.kinds = tuple((x.dtype, x.device) for x in tensors)
+        ctx.differentiable = tuple(x.is_floating_point() or x.is_complex() for x in tensors)
+        ctx.set_materialize_grads(False)  # they would be plain tensors
         outputs = _apply(tensors, mesh, transitions)
-        differentiable = [x.is_floating_point() or x.is_complex() for x in tensors]
-        ctx.differentiable = differentiable
-        ctx.mark_non_differentiable(*(out for out, ok in zip(outputs, differentiable, strict=True) if not ok))
+        ctx.mark_non_differentiable(*(out for out, ok in zip(outputs, ctx.differentiable, strict=True) if not ok))
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: DTensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, ...]:
         kept = [index for index, ok in enumerate(ctx.differentiable) if ok]
-        back, whole = [], list(gradients)
+        back, held = [], []
         for index in kept:
-            forth = ctx.transitions[index]
-            whole[index] = _summed(gradients[index])
-            held = layout_of(whole[index], forth.dst)
-            back.append(Transition(held, forth.src, forth.shape, ctx.mesh, itemsize=forth.itemsize))
-        moved = _Redistribute.apply(ctx.mesh, tuple(back), *(whole[index] for index in kept))
+            forth, given = ctx.transitions[index], gradients[index]
+            # An output that nobody used sends zeros: what is exchanged must not depend on one rank's graph.
+            gradient = _zeros(ctx.mesh, forth, *ctx.kinds[index]) if given is None else _summed(given)
+            src = layout_of(gradient, forth.dst)
+            back.append(Transition(src, forth.src, forth.shape, forth.mesh, itemsize=forth.itemsize))
+            held.append(gradient)
         inputs: list[DTensor | None] = [None] * len(ctx.transitions)
-        for index, gradient in zip(kept, moved, strict=True):
+        for index, gradient in zip(kept, _move(held, ctx.mesh, back), strict=True):
             inputs[index] = gradient
         return None, None, *inputs
 
 
+def _zeros(mesh: DeviceMesh, transition: Transition, dtype: torch.dtype, device: torch.device) -> DTensor:
+    local = torch.zeros(transition.dst.local_shape(transition.shape, mesh), dtype=dtype, device=device)
+    return _wrap(local, mesh, transition)
+
+
+def _wrap(local: torch.Tensor, mesh: DeviceMesh, transition: Transition) -> DTensor:
+    """Returns a DTensor of the transition's result; `local` is contiguous, and so is the whole that it stands for."""
+    placements = transition.dst.placements(transition.mesh, local.ndim)
+    stride = tuple(prod(max(size, 1) for size in transition.shape[dim + 1 :]) for dim in range(local.ndim))
+    shape = torch.Size(transition.shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def _summed(gradient: DTensor) -> DTensor:
     """Returns a gradient whose `Partial` placements are summed over their mesh axes; most have none."""
-    pending = [(dim, placement) for dim, placement in enumerate(gradient.placements) if placement.is_partial()]
-    if not pending:
-        return gradient
-    mesh, placements, local = gradient.device_mesh, list(gradient.placements), gradient.to_local().clone()
-    for dim, placement in pending:
-        if placement != Partial("sum"):
-            raise LayoutError(f"redistribute: a gradient is placed {placement}; only sums can be reduced on the way back.")
-        all_reduce_sum(local, mesh.get_group(dim))
-        placements[dim] = Replicate()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
-    )
+    for placement in gradient.placements:
+        if placement.is_partial() and placement != Partial("sum"):
+            raise LayoutError(
+                f"redistribute: a gradient is placed {placement}; only sums can be reduced on the way back. "
+                "Give to_local grad_placements that are Shard, Replicate or Partial('sum')."
+            )
+    return _Sum.apply(gradient) if any(placement.is_partial() for placement in gradient.placements) else gradient
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> DTensor:
+        local = x.to_local().clone(memory_format=torch.contiguous_format)
+        placements = list(x.placements)
+        for dim, placement in enumerate(x.placements):
+            if placement.is_partial():
+                all_reduce_sum(local, x.device_mesh.get_group(dim))
+                placements[dim] = Replicate()
+        return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: DTensor) -> DTensor:
+        return gradients[0]  # every rank's summand counts once in the whole, so each takes the whole gradient
 
 
 def _apply(tensors: Sequence[DTensor], mesh: DeviceMesh, transitions: Sequence[Transition]) -> tuple[DTensor, ...]:
     coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise LayoutError(f"redistribute: this rank is not part of {mesh}. Call it on the mesh's ranks alone.")
+    assert coordinate is not None
     local = [tensor.to_local() for tensor in tensors]
-    for piece, transition in zip(local, transitions, strict=True):
-        expected = transition.src.local_shape(transition.shape, transition.mesh, coordinate)
-        if tuple(piece.shape) != expected:
-            raise LayoutError(
-                f"redistribute: this rank holds {tuple(piece.shape)} of global shape {transition.shape}, torch.chunk gives "
-                f"it {expected}. Cut the tensor with distribute, or give from_local pieces as torch.chunk makes them."
-            )
+    used = dict.fromkeys(step.mesh_axes for transition in transitions for step in transition.steps if step.mesh_axes)
+    groups = {mesh_axes: group_of(mesh, mesh_axes) for mesh_axes in used}
     # Step i of all tensors runs together; those over the same ranks share one all-to-all.
     for index in range(max(len(transition.steps) for transition in transitions)):
         shared: dict[tuple[str, ...], list[int]] = {}
@@ -188,27 +267,30 @@ def _apply(tensors: Sequence[DTensor], mesh: DeviceMesh, transitions: Sequence[T
                 if step.kind == "all-to-all":
                     shared.setdefault(step.mesh_axes, []).append(at)
                 else:
-                    local[at] = _alone(local[at], mesh, transition, step, tuple(coordinate))
+                    route = transition.route(step, coordinate)
+                    local[at] = (
+                        _gather(local[at], route, groups[step.mesh_axes])
+                        if step.kind == "all-gather"
+                        else _copy(cut(local[at], route.sends[0])).view(route.out_shape)
+                    )
         for mesh_axes, members in shared.items():
             routes = [transitions[at].route(transitions[at].steps[index], coordinate) for at in members]
-            moved = move([local[at] for at in members], routes, group_of(mesh, mesh_axes), add=False)
+            moved = move([local[at] for at in members], routes, groups[mesh_axes], add=False)
             for at, tensor in zip(members, moved, strict=True):
                 local[at] = tensor
     return tuple(
-        DTensor.from_local(
-            piece, mesh, transition.dst.placements(mesh, piece.ndim), run_check=False, shape=x.shape, stride=x.stride()
-        )
-        for piece, x, transition in zip(local, tensors, transitions, strict=True)
+        _wrap(piece if transition.steps else _copy(piece), mesh, transition)
+        for piece, transition in zip(local, transitions, strict=True)
     )
 
 
-def _alone(x: torch.Tensor, mesh: DeviceMesh, transition: Transition, step: Step, coordinate: tuple[int, ...]) -> torch.Tensor:
-    route = transition.route(step, coordinate)
-    if step.kind == "slice":
-        return cut(x, route.sends[0]).contiguous()
-    group = group_of(mesh, step.mesh_axes)
-    largest = max(volume(box) for box in route.receives)
-    share = x.new_zeros(largest)
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """Returns contiguous memory of its own: a result neither holds on to its whole nor is written through."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _gather(x: torch.Tensor, route: Route, group: ProcessGroup) -> torch.Tensor:
+    share = x.new_zeros(max(volume(box) for box in route.receives))
     share[: x.numel()].view(x.shape).copy_(x)
     whole = x.new_empty(route.out_shape)
     for row, box in zip(all_gather(share, group), route.receives, strict=True):

@@ -48,16 +48,19 @@ def route(have: Sequence[Box], want: Sequence[Box], rank: int) -> Route:
 
     Args:
         have: for each rank of the group, the box of the global tensor that it holds. The boxes do not overlap.
-        want: for each rank, the box that it shall hold. They may overlap: a piece wanted twice is sent twice.
+        want: for each rank, the box that it shall hold; the boxes of `have` cover it. They may overlap: a piece
+            wanted twice is sent twice.
         rank: position in the group.
     """
-    return Route(
+    found = Route(
         rank=rank,
         in_shape=shape(have[rank]),
         out_shape=shape(want[rank]),
         sends=tuple(_local(intersect(have[rank], box), have[rank]) for box in want),
         receives=tuple(_local(intersect(box, want[rank]), want[rank]) for box in have),
     )
+    assert sum(found.out_splits) == prod(found.out_shape), "the boxes of `have` overlap or do not cover `want[rank]`"
+    return found
 
 
 def shape(box: Box) -> tuple[int, ...]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, _set_thread_isolation_mode
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
@@ -46,7 +48,8 @@ def run_ranks(ranks: int, function: Callable[..., Result], *args: Any, timeout: 
 
     Args:
         ranks: how many ranks, at least one.
-        function: called by every rank with `args`; sees its rank by `torch.distributed.get_rank()`.
+        function: called by every rank; sees its rank by `torch.distributed.get_rank()`.
+        *args: given to `function`, the same objects to every rank.
         timeout: seconds until a rank that does not end counts as hung.
 
     Raises:
@@ -55,7 +58,7 @@ def run_ranks(ranks: int, function: Callable[..., Result], *args: Any, timeout: 
     """
     results: dict[int, Result] = {}
     errors: list[tuple[int, BaseException]] = []
-    store = HashStore()
+    store = c10d.HashStore()
 
     def rank_main(rank: int) -> None:
         try:
@@ -77,7 +80,9 @@ def run_ranks(ranks: int, function: Callable[..., Result], *args: Any, timeout: 
         for rank, thread in enumerate(threads):
             thread.join(timeout)
             if thread.is_alive():
-                hung = TimeoutError(f"run_ranks: rank {rank} of {ranks} did not end in {timeout} s; did a rank skip a collective?")
+                hung = TimeoutError(
+                    f"run_ranks: rank {rank} of {ranks} did not end in {timeout} s; did a rank skip a collective?"
+                )
                 threaded.ProcessLocalGroup.exception_handle(hung)
                 errors.append((rank, hung))
                 for other in threads:
@@ -92,7 +97,7 @@ def run_ranks(ranks: int, function: Callable[..., Result], *args: Any, timeout: 
 
 def run_on_mesh(sizes: Mapping[str, int], function: Callable[..., Result], *args: Any) -> list[Result]:
     """Returns `function(mesh, *args)` as run by each simulated rank of a mesh with these named sizes."""
-    ranks = torch.Size(sizes.values()).numel()
+    ranks = prod(sizes.values())
 
     def with_mesh() -> Result:
         return function(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), *args)
@@ -106,20 +111,19 @@ def full_value(x: DTensor) -> torch.Tensor:
 
     names = " ".join(f"x{dim}" for dim in range(x.ndim))
     with torch.no_grad():
-        return redistribute(x.detach(), names).to_local()
+        return redistribute(x, names).to_local().clone()
 
 
 def meshes(*, max_ranks: int = 8, max_dims: int = 2) -> SearchStrategy[dict[str, int]]:
-    """Draws mesh sizes by name, of at most `max_ranks` ranks in all."""
-    names = ("cp", "sp", "tp")
-
-    def build(sizes: list[int]) -> dict[str, int]:
-        kept: list[int] = []
-        for size in sizes:
-            kept.append(min(size, max_ranks // max(1, torch.Size(kept).numel())))
-        return dict(zip(names[-len(kept) :] if len(kept) > 2 else names[:2][-len(kept) :], kept, strict=True))
-
-    return st.lists(st.integers(1, max_ranks), min_size=1, max_size=max_dims).map(build)
+    """Draws mesh sizes by name (`cp`, `sp`, `tp`), of at most `max_ranks` ranks and three dimensions in all."""
+    names = (("sp",), ("cp", "sp"), ("cp", "sp", "tp"))[:max_dims]
+    sizes = (
+        dict(zip(some, counts, strict=True))
+        for some in names
+        for counts in product(range(1, max_ranks + 1), repeat=len(some))
+        if prod(counts) <= max_ranks
+    )
+    return st.sampled_from(list(sizes))
 
 
 def shapes(ndim: int, *, max_size: int = 7) -> SearchStrategy[tuple[int, ...]]:
@@ -137,7 +141,9 @@ def layouts(mesh: Mapping[str, int], names: Sequence[str] = ("b", "s", "h")) -> 
     return st.tuples(*(st.integers(-1, len(names) - 1) for _ in mesh)).map(build)
 
 
-def local_by_torch_chunk(x: torch.Tensor, layout: LayoutLike, mesh: DeviceMesh | Mapping[str, int], coordinate: Sequence[int]) -> torch.Tensor:
+def local_by_torch_chunk(
+    x: torch.Tensor, layout: LayoutLike, mesh: DeviceMesh | Mapping[str, int], coordinate: Sequence[int]
+) -> torch.Tensor:
     """Returns what one rank holds of `x`, cut by `torch.chunk` itself: the oracle for layouts."""
     where = dict(zip((name for name, _ in mesh_sizes(mesh)), coordinate, strict=True))
     sizes = dict(mesh_sizes(mesh))
@@ -150,7 +156,7 @@ def local_by_torch_chunk(x: torch.Tensor, layout: LayoutLike, mesh: DeviceMesh |
 
 @contextmanager
 def _threaded_world() -> Iterator[None]:
-    _set_thread_isolation_mode(True)
+    c10d._set_thread_isolation_mode(True)  # pyright: ignore[reportAttributeAccessIssue] - missing in torch's stubs
     threaded._install_threaded_pg()
     work = threaded.AllToAllBase.work
     threaded.AllToAllBase.work = _checked(work)
@@ -160,7 +166,7 @@ def _threaded_world() -> Iterator[None]:
         threaded.AllToAllBase.work = work
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
-        _set_thread_isolation_mode(False)
+        c10d._set_thread_isolation_mode(False)  # pyright: ignore[reportAttributeAccessIssue] - missing in torch's stubs
 
 
 def _checked(work: Callable[..., None]) -> Callable[..., None]:
@@ -168,7 +174,9 @@ def _checked(work: Callable[..., None]) -> Callable[..., None]:
 
     def checked(self: Any, data: list[Any]) -> None:
         def splits(buffer: torch.Tensor, sizes: Any) -> list[int]:
-            return [int(n) for n in sizes] if sizes is not None and len(sizes) else [len(buffer) // len(data)] * len(data)
+            return (
+                [int(n) for n in sizes] if sizes is not None and len(sizes) else [len(buffer) // len(data)] * len(data)
+            )
 
         sends = [splits(call[1], call[3]) for call in data]
         receives = [splits(call[0], call[2]) for call in data]
@@ -176,7 +184,8 @@ def _checked(work: Callable[..., None]) -> Callable[..., None]:
             for dst in range(len(data)):
                 if sends[src][dst] != receives[dst][src]:
                     raise RuntimeError(
-                        f"all-to-all: rank {src} sends {sends[src][dst]} elements to rank {dst}, which expects {receives[dst][src]}"
+                        f"all-to-all: rank {src} sends {sends[src][dst]} elements to rank {dst}, "
+                        f"which expects {receives[dst][src]}"
                     )
         work(self, data)
 

@@ -10,9 +10,9 @@ from math import prod
 from typing import Literal
 
 from ulysses_dtensor.errors import LayoutError
-from ulysses_dtensor.layout import Box, Layout, LayoutLike, MeshLike, MeshSizes, as_layout, mesh_sizes
+from ulysses_dtensor.layout import Layout, LayoutLike, MeshLike, MeshSizes, as_layout, cut_axis, mesh_sizes
 from ulysses_dtensor.notation import ELLIPSIS, Axis, render
-from ulysses_dtensor.route import Route, route, volume
+from ulysses_dtensor.route import Route, intersect, route, volume
 
 Kind = Literal["all-to-all", "all-gather", "slice"]
 
@@ -95,7 +95,9 @@ class Transition:
         lines = [f"{self.src} -> {self.dst}, global shape {self.shape} on {mesh}"]
         for step in self.steps:
             first = (0,) * len(self.mesh)
-            shapes = " -> ".join(str(layout.local_shape(self.shape, self.mesh, first)) for layout in (step.src, step.dst))
+            shapes = " -> ".join(
+                str(layout.local_shape(self.shape, self.mesh, first)) for layout in (step.src, step.dst)
+            )
             if step.kind == "slice":
                 lines.append(f"  slice {', '.join(step.moved)}: {shapes}, nothing sent")
                 continue
@@ -115,7 +117,7 @@ def coordinates(sizes: MeshSizes) -> Iterator[tuple[int, ...]]:
 
 
 def peers(sizes: MeshSizes, mesh_axes: tuple[str, ...], coordinate: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns the positions that differ from `coordinate` on `mesh_axes` alone, row-major: the order of a joint group."""
+    """Returns the positions that differ from `coordinate` on `mesh_axes` alone, row-major: a joint group's order."""
     ranges = [range(size) if name in mesh_axes else (at,) for (name, size), at in zip(sizes, coordinate, strict=True)]
     return list(product(*ranges))
 
@@ -129,19 +131,13 @@ def _check_same_axes(src: Layout, dst: Layout, ndim: int) -> None:
         )
 
 
-@lru_cache(maxsize=4096)
+# A route holds two boxes for each rank of its group: on a thousand ranks half a megabyte.
+@lru_cache(maxsize=256)
 def _route(step: Step, shape: tuple[int, ...], sizes: MeshSizes, coordinate: tuple[int, ...]) -> Route:
-    have, want, rank = _boxes(step, shape, sizes, coordinate)
-    return route(have, want, rank)
-
-
-def _boxes(
-    step: Step, shape: tuple[int, ...], sizes: MeshSizes, coordinate: tuple[int, ...]
-) -> tuple[list[Box], list[Box], int]:
     group = peers(sizes, step.mesh_axes, coordinate)
     have = [step.src.local_box(shape, sizes, at) for at in group]
     want = [step.dst.local_box(shape, sizes, at) for at in group]
-    return have, want, group.index(coordinate)
+    return route(have, want, group.index(coordinate))
 
 
 def _sent(step: Step, shape: tuple[int, ...], sizes: MeshSizes, coordinate: tuple[int, ...]) -> int:
@@ -151,10 +147,35 @@ def _sent(step: Step, shape: tuple[int, ...], sizes: MeshSizes, coordinate: tupl
         # Every rank sends the largest share, padded to it when its own is smaller, to each of the others.
         largest = volume(step.src.local_box(shape, sizes, _first_of(sizes, step.mesh_axes, coordinate)))
         return largest * (len(peers(sizes, step.mesh_axes, coordinate)) - 1)
-    return _route(step, shape, sizes, coordinate).elements_sent
+    # The route's own figure without the route: how much the ranks want of this box is a product over the dims, since
+    # each mesh axis cuts one dim at most. Printing for a thousand ranks takes milliseconds, not their square.
+    have = step.src.local_box(shape, sizes, coordinate)
+    want = step.dst.local_box(shape, sizes, coordinate)
+    wanted = prod(size for name, size in sizes if name in step.mesh_axes and name not in step.dst.mesh_axes)
+    for axis, size, bounds in zip(step.dst.expand(len(shape)), shape, have, strict=True):
+        wanted *= _wanted(axis, size, bounds, step.mesh_axes, sizes, _first_of(sizes, step.mesh_axes, coordinate))
+    return wanted - volume(intersect(have, want))
+
+
+@lru_cache(maxsize=4096)
+def _wanted(
+    axis: Axis,
+    size: int,
+    bounds: tuple[int, int],
+    mesh_axes: tuple[str, ...],
+    sizes: MeshSizes,
+    coordinate: tuple[int, ...],
+) -> int:
+    """Returns how many of the indices in `bounds` the ranks along `mesh_axes` hold of an axis, summed over them."""
+    total = 0
+    for at in peers(sizes, tuple(name for name in mesh_axes if name in axis.mesh_axes), coordinate):
+        start, stop = cut_axis(axis, size, {name: (n, i) for (name, n), i in zip(sizes, at, strict=True)})
+        total += max(0, min(stop, bounds[1]) - max(start, bounds[0]))
+    return total
 
 
 def _first_of(sizes: MeshSizes, mesh_axes: tuple[str, ...], coordinate: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the position of the first rank of the group of `mesh_axes` that `coordinate` is in."""
     return tuple(0 if name in mesh_axes else at for (name, _), at in zip(sizes, coordinate, strict=True))
 
 
@@ -203,7 +224,10 @@ def _step(
         name
         for name in order
         if before[name] is not None
-        and (name in moved or any(before[name] == dim and order.index(outer) < order.index(name) for outer, dim in touched))
+        and (
+            name in moved
+            or any(before[name] == dim and order.index(outer) < order.index(name) for outer, dim in touched)
+        )
     )
     if not group:
         return Step("slice", (), moved, src, dst)

@@ -1,0 +1,91 @@
+"""How one call of a module is described: which leaf belongs to which argument, what might be the hidden state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ulysses_dtensor.boundary import is_shard_of
+from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.layout import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Call:
+    """The leaves of one call, and the token dims that are known of them: shards' own, and declared layouts'."""
+
+    def __init__(
+        self, module: nn.Module, leaves: list[Any], spec: TreeSpec, inputs: Mapping[str, Layout], mesh: DeviceMesh
+    ) -> None:
+        self.leaves = leaves
+        self.held = {at: x.placements[0].dim for at, x in enumerate(leaves) if is_shard_of(x, mesh)}
+        self.declared: dict[int, int | None] = {}
+        if inputs:
+            for at, argument in _arguments(module, len(leaves), spec).items():
+                if argument in inputs and isinstance(leaves[at], torch.Tensor) and at not in self.held:
+                    dims = inputs[argument].dims_of_mesh_axes(mesh, leaves[at].ndim)
+                    (self.declared[at],) = dims.values()
+        if self.held:
+            lengths = {self.seq_len({at: dim}) for at, dim in self.held.items()}
+            if len(lengths) > 1:
+                raise PlanError(f"UlyssesPlan: {type(module).__name__} got hidden states of {sorted(lengths)} tokens.")
+
+    def seq_len(self, hidden: Mapping[int, int]) -> int:
+        """Returns the number of tokens that these dims imply."""
+        return next(self.leaves[at].shape[dim] for at, dim in hidden.items())
+
+
+def hidden_options(call: Call) -> list[dict[int, int]]:
+    """Returns the candidates for the hidden state, likeliest first: what is held, what is declared, floating leaves."""
+    if call.held:
+        return [call.held]
+    floating = [
+        at for at, x in enumerate(call.leaves) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim >= 2
+    ]
+    options = []
+    for at in floating:
+        if at in call.declared:
+            dim = call.declared[at]
+            options += [] if dim is None else [{at: dim}]
+            continue
+        dims = range(call.leaves[at].ndim - 1)
+        options += [{at: dim} for dim in sorted(dims, key=lambda dim: (dim == 0, dim))]
+    return options
+
+
+def call_key(name: str, training: bool, leaves: list[Any], spec: TreeSpec) -> Hashable:
+    """Returns what two calls share for which the probe's decision is the same."""
+    floating = [tuple(x.shape) for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim >= 2]
+    reference = floating[0] if floating else ()
+    return (name, training, spec, tuple(_kind(x, reference) for x in leaves))
+
+
+def _kind(x: Any, reference: tuple[int, ...]) -> Hashable:
+    if isinstance(x, torch.Tensor):
+        relations = tuple((size == other, size > other) for size in x.shape for other in reference)
+        return (type(x).__name__, x.ndim, x.dtype, relations)
+    if x is None or isinstance(x, (bool, str)):
+        return x
+    return type(x).__name__
+
+
+def _arguments(module: nn.Module, count: int, spec: TreeSpec) -> dict[int, str]:
+    """Returns the name of the argument that each leaf belongs to."""
+    args, kwargs = tree_unflatten(list(range(count)), spec)
+    try:
+        bound = inspect.signature(type(module).forward).bind(None, *args, **kwargs)
+    except TypeError:
+        return {}
+    names: dict[int, str] = {}
+    for name, value in bound.arguments.items():
+        groups = value.items() if isinstance(value, dict) and set(value) <= set(kwargs) else [(name, value)]
+        for argument, part in groups:
+            names.update({leaf: argument for leaf in tree_flatten(part)[0] if isinstance(leaf, int)})
+    return names

@@ -1,0 +1,291 @@
+"""The sequence region of a converted model: what runs in place of each module's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from ulysses_dtensor import agreement, gradients
+from ulysses_dtensor.boundary import enter, is_shard_of, leave, scaled, shard
+from ulysses_dtensor.calls import Call, call_key, hidden_options
+from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.inside import Inside
+from ulysses_dtensor.layout import Layout
+from ulysses_dtensor.probe import Decision, Mixes, probe
+from ulysses_dtensor.tail import Tail
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Region:
+    """What the converted modules of one model share: the mesh, the plan's choices, what the probe decided."""
+
+    def __init__(
+        self, mesh: DeviceMesh, *, outputs: str, check: str, inputs: Mapping[str, Layout], signature: str, who: str
+    ) -> None:
+        self.mesh, self.outputs, self.check, self.inputs = mesh, outputs, check, dict(inputs)
+        self.signature, self.who = signature, who
+        self.active = 0
+        self.bypassed = 0
+        self.agreed = False
+        self.decisions: dict[Any, Decision | None] = {}
+        self.on_backward: Callable[[], None] | None = None
+        self.history = ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        copied = Region(
+            self.mesh, outputs=self.outputs, check=self.check, inputs=self.inputs, signature=self.signature, who=self.who
+        )
+        copied.decisions = dict(self.decisions)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "active": 0, "bypassed": 0, "agreed": False, "on_backward": None}
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share a sequence."""
+        return self.mesh.size()
+
+    def is_short(self, seq_len: int) -> bool:
+        """Whether some rank would hold no token; such a sequence runs whole on every rank."""
+        share = -(-seq_len // self.ranks)
+        return share * (self.ranks - 1) >= seq_len and self.ranks > 1
+
+
+def convert_block(module: nn.Module, region: Region, name: str, attentions: tuple[nn.Module, ...]) -> None:
+    """Makes `module` run on this rank's tokens: it takes whole tensors or shards and returns shards."""
+    module.forward = partial(_block_forward, module, region, name, attentions, module.__dict__.get("forward"))
+
+
+def convert_beside(module: nn.Module, region: Region, name: str) -> None:
+    """Makes a module outside the blocks keep shards where it keeps tokens apart; else it gets the whole tensor."""
+    module.forward = partial(_beside_forward, module, region, name, module.__dict__.get("forward"))
+
+
+def convert_ancestor(module: nn.Module, region: Region, name: str) -> None:
+    """Makes a module that holds blocks the place where ranks agree and the region's tensors leave."""
+    forward = partial(_ancestor_forward, module, region, name, module.__dict__.get("forward"))
+    forward.__signature__ = _signature(module)  # type: ignore[attr-defined] - trainers read the arguments' names
+    module.forward = forward
+
+
+def region_of(module: nn.Module) -> Region | None:
+    """Returns the region that `module` was converted into, None when it was not."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, partial) and forward.func in (_block_forward, _beside_forward, _ancestor_forward):
+        return forward.args[1]
+    return None
+
+
+@contextmanager
+def bypass(model: nn.Module) -> Iterator[None]:
+    """Runs a converted model as if it had never been converted: whole sequences, no communication of ours.
+
+    Raises:
+        PlanError: nothing in `model` is converted.
+    """
+    regions = {id(region): region for module in model.modules() if (region := region_of(module)) is not None}
+    if not regions:
+        raise PlanError(f"bypass: {type(model).__name__} is not converted. Call parallelize_module first.")
+    for region in regions.values():
+        region.bypassed += 1
+    try:
+        yield
+    finally:
+        for region in regions.values():
+            region.bypassed -= 1
+
+
+def _ancestor_forward(
+    module: nn.Module, region: Region, name: str, original: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    call = _own(module, original)
+    if region.bypassed or region.active:
+        return call(*args, **kwargs)
+    problem = None
+    reduces = False
+    try:
+        _check_inputs(region, args, kwargs)
+        reduces = gradients.check_reducers(module, region.mesh, args, kwargs)
+    except PlanError as error:
+        problem = error
+    if region.ranks > 1 and (region.check == "always" or not region.agreed):
+        facts = (("the plan", region.signature), ("the module called", name), ("the exchanges so far", region.history))
+        agreement.agree(region.mesh, problem=problem, args=args, kwargs=kwargs, facts=facts, who=region.who)
+        region.agreed = True
+    elif problem is not None:
+        raise problem
+    region.on_backward = gradients.reduce_at_end(module, region.mesh) if reduces else None
+    region.active += 1
+    try:
+        with Tail(region.mesh, region.on_backward):
+            result = call(*args, **kwargs)
+    finally:
+        region.active -= 1
+    return tree_map(lambda x: _out(x, region), result)
+
+
+def _out(x: Any, region: Region) -> Any:
+    if not is_shard_of(x, region.mesh):
+        return x
+    return leave(x, region.on_backward) if region.outputs == "replicate" else scaled(x, region.on_backward)
+
+
+def _block_forward(
+    module: nn.Module,
+    region: Region,
+    name: str,
+    attentions: tuple[nn.Module, ...],
+    original: Callable[..., Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    call = _own(module, original)
+    if region.bypassed:
+        return call(*args, **kwargs)
+    leaves, spec = tree_flatten((args, kwargs))
+    if not any(is_shard_of(x, region.mesh) for x in leaves):
+        if not (torch.compiler.is_compiling() or region.active or gradients.in_backward()):
+            raise PlanError(
+                f"UlyssesPlan: block {name} was called by itself. Call the converted model, or run the block under bypass."
+            )
+        if all(region.is_short(seq_len) for seq_len in _possible_lengths(module, region, leaves, spec)):
+            return call(*args, **kwargs)
+    found = _decide(call, module, region, name, leaves, spec, attentions)
+    assert found is not None  # a block that mixes raised
+    hidden = dict(found.hidden)
+    seq_len = next(leaves[at].shape[dim] for at, dim in hidden.items())
+    if not any(is_shard_of(x, region.mesh) for x in leaves) and region.is_short(seq_len):
+        return call(*args, **kwargs)
+    return _run_local(call, module, region, name, found, leaves, spec, seq_len)
+
+
+def _beside_forward(
+    module: nn.Module, region: Region, name: str, original: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    call = _own(module, original)
+    if region.bypassed:
+        return call(*args, **kwargs)
+    leaves, spec = tree_flatten((args, kwargs))
+    if not any(is_shard_of(x, region.mesh) for x in leaves):
+        return call(*args, **kwargs)
+    found = _decide(call, module, region, name, leaves, spec, None)
+    if found is None:
+        leaves = [leave(x, region.on_backward) if is_shard_of(x, region.mesh) else x for x in leaves]
+        args, kwargs = tree_unflatten(leaves, spec)
+        return call(*args, **kwargs)
+    seq_len = next(leaves[at].shape[dim] for at, dim in found.hidden)
+    return _run_local(call, module, region, name, found, leaves, spec, seq_len)
+
+
+def _decide(
+    call: Callable[..., Any],
+    module: nn.Module,
+    region: Region,
+    name: str,
+    leaves: list[Any],
+    spec: TreeSpec,
+    attentions: tuple[nn.Module, ...] | None,
+) -> Decision | None:
+    """Returns the probe's decision on a call like this one, made at the first; None: a module beside the blocks mixes."""
+    key = call_key(name, module.training, leaves, spec)
+    if key in region.decisions:
+        return region.decisions[key]
+    if torch.compiler.is_compiling():
+        raise PlanError(
+            f"UlyssesPlan: {name} is called in a new way while it is compiled. Run the model once eagerly with such inputs "
+            "(torch.compiler.set_stance('force_eager')), so that its tokens can be proven to stay apart."
+        )
+    described = Call(module, leaves, spec, region.inputs, region.mesh)
+    stand_ins = [torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_shard_of(x, region.mesh) else x for x in leaves]
+    try:
+        found: Decision | None = probe(
+            call,
+            module,
+            stand_ins,
+            spec,
+            hidden_options(described),
+            seq_len=described.seq_len,
+            fixed=described.declared,
+            attentions=attentions or (),
+            who=f"UlyssesPlan: {name} ({type(module).__name__})",
+        )
+    except Mixes:
+        if attentions is not None:
+            raise
+        found = None
+    region.decisions[key] = found
+    return found
+
+
+def _possible_lengths(module: nn.Module, region: Region, leaves: list[Any], spec: TreeSpec) -> list[int]:
+    described = Call(module, leaves, spec, region.inputs, region.mesh)
+    return [described.seq_len(option) for option in hidden_options(described)]
+
+
+def _run_local(
+    call: Callable[..., Any],
+    module: nn.Module,
+    region: Region,
+    name: str,
+    found: Decision,
+    leaves: list[Any],
+    spec: TreeSpec,
+    seq_len: int,
+) -> Any:
+    dims = dict((*found.hidden, *found.sliced))
+    local = []
+    for at, x in enumerate(leaves):
+        if is_shard_of(x, region.mesh):
+            local.append(x.to_local())
+        elif isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
+            local.append(enter(x, region.mesh, dims.get(at), seq_len))
+        else:
+            local.append(x)
+    args, kwargs = tree_unflatten(local, spec)
+    if not torch.compiler.is_compiling():
+        region.history = agreement.roll(region.history, f"{name} {seq_len}")
+    with Inside(region.mesh.get_group(), seq_len):
+        result = call(*args, **kwargs)
+    outputs, out_spec = tree_flatten(result)
+    spare = [p for key, p in module.named_parameters() if key in found.spare and not isinstance(p, DTensor)]
+    for at, (x, dim) in enumerate(zip(outputs, found.outputs, strict=True)):
+        if dim is not None:
+            outputs[at] = shard(gradients.tie(x, spare), region.mesh, dim, seq_len)
+    return tree_unflatten(outputs, out_spec)
+
+
+def _check_inputs(region: Region, args: Any, kwargs: Any) -> None:
+    for x in tree_flatten((args, kwargs))[0]:
+        if not isinstance(x, DTensor):
+            continue
+        if not is_shard_of(x, region.mesh):
+            raise PlanError(
+                f"{region.who}: an input is a DTensor placed {x.placements} on {x.device_mesh}. Pass the whole plain tensor, "
+                f"or a hidden state cut at its tokens over {region.mesh}."
+            )
+        if not x.is_floating_point():
+            raise PlanError(
+                f"{region.who}: an input of {x.dtype} is cut already (placements {x.placements}). An embedding with a plain "
+                "weight cannot take it, and positions would count from each shard's start. Pass the whole tensor on every "
+                "rank; the plan cuts it."
+            )
+
+
+def _own(module: nn.Module, original: Callable[..., Any] | None) -> Callable[..., Any]:
+    return partial(type(module).forward, module) if original is None else original
+
+
+def _signature(module: nn.Module) -> Any:
+    import inspect
+
+    return inspect.signature(module.forward)

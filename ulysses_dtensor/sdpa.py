@@ -1,0 +1,89 @@
+"""`torch.nn.functional.scaled_dot_product_attention` on sequence shards: masks, heads and dropout made local."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from ulysses_dtensor.attend import attend, pair_kv
+from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.heads import Heads
+from ulysses_dtensor.randomness import own_random_state
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def sharded_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    seq_len: int,
+    group: ProcessGroup,
+) -> torch.Tensor:
+    """Returns this rank's tokens of `scaled_dot_product_attention` over the whole sequence.
+
+    Args:
+        query: local (..., H, S/P, D).
+        key: local (..., H_kv, S/P, D).
+        value: local (..., H_kv, S/P, D_v).
+        attn_mask: global, broadcastable to (..., H, S, S); a head axis of size H is cut to this rank's heads.
+        dropout_p: drawn independently on every rank from the default generator's state.
+        is_causal: as in torch, over the whole sequence.
+        scale: as in torch.
+        enable_gqa: as in torch; without it key and value have as many heads as the query.
+        seq_len: tokens of the whole sequence.
+        group: the ranks among which the sequence is cut.
+
+    Raises:
+        PlanError: there is no head axis, or the mask is not of the whole sequence.
+    """
+    if query.ndim < 3:
+        raise PlanError(
+            f"scaled_dot_product_attention: query has {query.ndim} dims and so no head axis to cut. "
+            "Give (..., heads, tokens, head size)."
+        )
+    num_heads, num_kv_heads = query.shape[-3], key.shape[-3]
+    if num_kv_heads != num_heads and not enable_gqa:
+        raise PlanError(
+            f"scaled_dot_product_attention: {num_heads} query heads and {num_kv_heads} kv heads. "
+            "Pass enable_gqa=True, or repeat the kv heads."
+        )
+    if attn_mask is not None:
+        _check_mask(attn_mask, num_heads, seq_len)
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> torch.Tensor:
+        mask = attn_mask
+        if mask is not None and mask.ndim >= 3 and mask.shape[-3] != 1:
+            mask = mask[..., heads.query[0] : heads.query[1], :, :]
+        key, value = pair_kv(key, value, heads, head_dim=-3)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=query.shape[-3] != key.shape[-3]
+        )
+
+    if dropout_p:
+        with own_random_state(query.device, group):
+            return attend(query, key, value, call, seq_dim=-2, head_dim=-3, seq_len=seq_len, group=group)
+    return attend(query, key, value, call, seq_dim=-2, head_dim=-3, seq_len=seq_len, group=group)
+
+
+def _check_mask(mask: torch.Tensor, num_heads: int, seq_len: int) -> None:
+    sizes = tuple(mask.shape)
+    if any(size not in (1, seq_len) for size in sizes[-2:]):
+        raise PlanError(
+            f"scaled_dot_product_attention: attn_mask={sizes} is not of the whole sequence, S={seq_len}. It was made from "
+            "this rank's tokens; make it from the whole sequence before the blocks and pass it to them."
+        )
+    if len(sizes) >= 3 and sizes[-3] not in (1, num_heads):
+        raise PlanError(
+            f"scaled_dot_product_attention: attn_mask={sizes} has {sizes[-3]} heads, the query has {num_heads}. "
+            "Give one head or all of them."
+        )

@@ -1,0 +1,107 @@
+"""What a model's own code may do with the region's tensors between and after its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from ulysses_dtensor.boundary import enter, is_shard_of, leave, shard
+from ulysses_dtensor.errors import PlanError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Facts of the global tensor: answered by the DTensor itself.
+_FACTS = frozenset(
+    {"shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta"}
+    | {"size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "register_hook", "__len__"}
+    | {"output_nr", "_version", "names", "retain_grad", "stride", "get_device", "nbytes", "itemsize", "__repr__", "__hash__"}
+    | {"_backward_hooks", "is_sparse", "is_quantized", "is_nested", "grad", "retains_grad", "untyped_storage", "data_ptr"}
+)
+# Element by element: done on each rank's own tokens.
+_ELEMENTWISE = frozenset(
+    {"add", "sub", "mul", "div", "neg", "true_divide", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"}
+    | {"__truediv__", "__rtruediv__", "__neg__", "float", "double", "half", "bfloat16", "to", "type", "type_as", "clone"}
+    | {"contiguous", "relu", "gelu", "silu", "tanh", "sigmoid", "exp", "square", "abs"}
+)
+
+
+class Tail(TorchFunctionMode):
+    """Open while a converted model's forward runs; blocks and wrapped modules see plain tensors and pass it by.
+
+    A function of the model's own code that gets a tensor of the region is done on each rank's tokens where it works
+    element by element; any other one gets the whole tensor, gathered, as on one device. In place it is refused.
+    """
+
+    def __init__(self, mesh: DeviceMesh, on_backward: Callable[[], None] | None) -> None:
+        super().__init__()
+        self.mesh, self.on_backward = mesh, on_backward
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _holds_dtensor(args) and not _holds_dtensor(kwargs.values()):
+            return func(*args, **kwargs)
+        name = _name(func)
+        held = [x for x in _tensors((args, kwargs)) if is_shard_of(x, self.mesh)]
+        if not held or name in _FACTS:
+            return func(*args, **kwargs)
+        if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or kwargs.get("out") is not None:
+            raise PlanError(
+                f"UlyssesPlan: {name} changes a hidden state in place between the blocks, where it is held in shards. "
+                "Write it out of place."
+            )
+        if name in _ELEMENTWISE and len({(tuple(x.shape), x.placements) for x in held}) == 1:
+            result = self._elementwise(func, held[0], args, kwargs)
+            if result is not None:
+                return result
+        whole = {id(x): leave(x, self.on_backward) for x in held}
+        args, kwargs = tree_map(lambda x: whole.get(id(x), x) if isinstance(x, DTensor) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _elementwise(self, func: Any, held: DTensor, args: Any, kwargs: Any) -> DTensor | None:
+        dim, shape = held.placements[0].dim, tuple(held.shape)  # type: ignore[attr-defined] - a Shard, see is_shard_of
+
+        def local(x: Any) -> Any:
+            if isinstance(x, DTensor):
+                return x.to_local()
+            if isinstance(x, torch.Tensor) and x.ndim >= len(shape) - dim:
+                at = x.ndim - (len(shape) - dim)
+                return enter(x, self.mesh, at if x.shape[at] == shape[dim] else None, shape[dim])
+            return enter(x, self.mesh, None, shape[dim]) if isinstance(x, torch.Tensor) else x
+
+        plain = [x for x in _tensors((args, kwargs)) if not isinstance(x, DTensor)]
+        if any(torch.broadcast_shapes(shape, x.shape) != shape for x in plain if _broadcasts(shape, x)) or not all(
+            _broadcasts(shape, x) for x in plain
+        ):
+            return None
+        args, kwargs = tree_map(local, (args, kwargs))
+        return shard(func(*args, **kwargs), self.mesh, dim, shape[dim])
+
+
+_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"})
+
+
+def _broadcasts(shape: tuple[int, ...], x: torch.Tensor) -> bool:
+    sizes = tuple(x.shape)
+    return len(sizes) <= len(shape) and all(a in (1, b) for a, b in zip(sizes[::-1], shape[::-1], strict=False))
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    return func.__self__.__name__ if name == "__get__" else name
+
+
+def _holds_dtensor(values: Any) -> bool:
+    return any(isinstance(x, DTensor) or (isinstance(x, (list, tuple)) and _holds_dtensor(x)) for x in values)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor) else None, values)
+    return found
