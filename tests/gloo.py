@@ -29,15 +29,12 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-
 Value = TypeVar("Value")
 
 START_SECONDS = 120  # for the import of torch on a busy machine
 LEAVE_SECONDS = 30
 LEAVE = b"leave"
-GRACE_SECONDS = 2.0  # after the first failure, until ranks that did not follow are killed
+GRACE_SECONDS = 5.0  # after the first failure, until ranks that did not follow are killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,13 +280,18 @@ def _read(path: Path) -> str:
 def _rank_main(number: int, pipe: Connection, directory: Path) -> None:
     """Runs cases until the owner of the pool ends or kills this process."""
     os.setpgid(0, 0)  # so that what a case starts is killed along with the rank
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(directory,), daemon=True).start()
     log = os.open(directory / f"{number}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, (directory / f"{number}.stack").open("w"))
+    os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+
+    import torch  # takes seconds: not before the thread above watches
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
     pipe.send_bytes(pickle.dumps(Reply()))
     while True:
@@ -309,12 +311,14 @@ def _rank_main(number: int, pipe: Connection, directory: Path) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # what was compiled for the ranks of this case holds their groups
+            torch.compiler.reset()  # a case counts towards no other one's limit of recompilations
         pipe.send_bytes(pickle.dumps(Reply()))
 
 
 def _reply(case: bytes) -> tuple[bool, bytes]:
     """Returns whether the case ended without an error, and the pickled reply."""
+    import torch
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -339,9 +343,10 @@ def _portable(error: BaseException) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(directory: Path) -> None:
     """Ends this process and what it started when the owner of the pool is gone, however it went."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
+    shutil.rmtree(directory, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

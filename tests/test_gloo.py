@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 CASES = """
-import json, os, pathlib, time
+import json, os, pathlib, signal, time
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background of a shell
 
 def pid():
     return os.getpid()
@@ -107,12 +109,6 @@ def barrier_but_rank_1_is_killed(by: int) -> None:
 
 def exit_process() -> None:
     os._exit(3)
-
-
-def unsplit() -> None:
-    """Sends what no rank expects: gloo ends the process instead of raising."""
-    x, rank = torch.zeros(64), dist.get_rank()
-    dist.all_to_all_single(torch.zeros(2), x[: 2 + 62 * rank], [1, 1], [1 + 31 * rank, 1 + 31 * rank])
 
 
 def noise() -> int:
@@ -258,7 +254,7 @@ def test_rejects_more_ranks_than_there_are(gloo: GlooPool, ranks: int) -> None:
 def test_a_hang_shows_where_each_rank_stands(gloo: GlooPool) -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"1 of 2 ranks did not end \w+.barrier_but_rank_0_ends") as raised:
-        gloo.run(2, barrier_but_rank_0_ends, timeout=1)
+        gloo.run(2, barrier_but_rank_0_ends, timeout=3)
     assert time.monotonic() - start < 30
     ended, stands = str(raised.value).split("\nrank 1 ")
     assert ended.endswith("rank 0 has ended")
@@ -320,10 +316,9 @@ def test_no_process_outlives_the_session(tmp_path: Path, ends_by: str) -> None:
         printed = session.communicate(timeout=60)[0]
     if ends_by != "kill":
         assert ("KeyboardInterrupt" if ends_by == "ctrl-c" else "1 passed") in printed
-        assert list((tmp_path / "tmp").iterdir()) == []
     ranks = json.loads(pids.read_text())
     assert len(ranks) == 4
     until = time.monotonic() + 30
-    while any(map(alive, ranks)):
-        assert time.monotonic() < until, f"still there: {[rank for rank in ranks if alive(rank)]}"
+    while left := [*filter(alive, ranks), *(tmp_path / "tmp").iterdir()]:
+        assert time.monotonic() < until, f"still there: {left}"
         time.sleep(0.1)

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
-from ulysses_dtensor.collectives import all_reduce_sum
+from ulysses_dtensor.collectives import all_gather, all_reduce_sum
 from ulysses_dtensor.layout import chunk
 from ulysses_dtensor.redistribute import distribute, redistribute
 
@@ -43,15 +44,17 @@ def enter(x: torch.Tensor, mesh: DeviceMesh, dim: int | None, seq_len: int) -> t
         names[dim] = f"({_axis(mesh)} {names[dim]})"
         whole = _Unscaled.apply(x.narrow(dim, 0, seq_len), mesh.size())
         return distribute(whole, mesh, " ".join(names)).to_local()
-    start, stop = chunk(0, seq_len, mesh.size(), mesh.get_local_rank())
-    return x.narrow(dim, start, stop - start)
+    return _piece(x.narrow(dim, 0, seq_len), mesh, dim)
 
 
 def shard(local: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
     """Returns the DTensor of global shape whose piece on this rank is `local`, cut at `dim` as `torch.chunk` cuts."""
-    shape = torch.Size((*local.shape[:dim], seq_len, *local.shape[dim + 1 :]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+    return _Shard.apply(local, mesh, dim, seq_len)
+
+
+def local_of(x: DTensor) -> torch.Tensor:
+    """Returns this rank's piece of a tensor of the region."""
+    return _Local.apply(x)
 
 
 def leave(x: DTensor, on_backward: Callable[[], None] | None = None) -> torch.Tensor:
@@ -67,34 +70,82 @@ def scaled(x: DTensor, on_backward: Callable[[], None] | None = None) -> DTensor
     return _Scaled.apply(x, on_backward)
 
 
+def _wrapped(local: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
+    shape = torch.Size((*local.shape[:dim], seq_len, *local.shape[dim + 1 :]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+
+
+def _piece(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    start, stop = chunk(0, whole.shape[dim], mesh.size(), mesh.get_local_rank())
+    return whole.narrow(dim, start, stop - start)
+
+
+def _gathered(local: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> torch.Tensor:
+    shares = [chunk(0, seq_len, mesh.size(), rank) for rank in range(mesh.size())]
+    padded = F.pad(local, [*(0, 0) * (local.ndim - dim - 1), 0, shares[0][1] - local.shape[dim]])
+    rows = all_gather(padded.reshape(-1), mesh.get_group())
+    pieces = (row.view(padded.shape).narrow(dim, 0, stop - start) for row, (start, stop) in zip(rows, shares, strict=True))
+    return torch.cat(list(pieces), dim)
+
+
+def _local_gradient(gradient: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    """Returns this rank's piece of a gradient that arrives as a DTensor however placed, or as a whole plain tensor."""
+    if not isinstance(gradient, DTensor):
+        return _piece(gradient, mesh, dim)
+    names = [f"x{at}" for at in range(gradient.ndim)]
+    names[dim] = f"({_axis(mesh)} {names[dim]})"
+    return redistribute(gradient, " ".join(names)).to_local()
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
+        ctx.mesh, ctx.dim = mesh, dim
+        return _wrapped(local.detach(), mesh, dim, seq_len)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
+        return _local_gradient(gradient, ctx.mesh, ctx.dim), None, None, None
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> torch.Tensor:
+        ctx.mesh, ctx.dim, ctx.seq_len = x.device_mesh, dim_of(x), x.shape[dim_of(x)]
+        return x.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
+        return (_wrapped(gradient, ctx.mesh, ctx.dim, ctx.seq_len),)
+
+
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, on_backward: Callable[[], None] | None) -> torch.Tensor:
-        ctx.mesh, ctx.placements, ctx.on_backward = x.device_mesh, x.placements, on_backward
-        return redistribute(x, " ".join(f"x{dim}" for dim in range(x.ndim))).to_local()
+        ctx.mesh, ctx.dim, ctx.on_backward = x.device_mesh, dim_of(x), on_backward
+        return _gathered(x.to_local(), x.device_mesh, ctx.dim, x.shape[ctx.dim])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
         if ctx.on_backward is not None:
             ctx.on_backward()
-        (placement,) = ctx.placements
-        seq_len = gradient.shape[placement.dim]
-        start, stop = chunk(0, seq_len, ctx.mesh.size(), ctx.mesh.get_local_rank())
-        piece = gradient.narrow(placement.dim, start, stop - start) * ctx.mesh.size()
-        return shard(piece, ctx.mesh, placement.dim, seq_len), None
+        piece = _piece(gradient, ctx.mesh, ctx.dim) * ctx.mesh.size()
+        return _wrapped(piece, ctx.mesh, ctx.dim, gradient.shape[ctx.dim]), None
 
 
 class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, on_backward: Callable[[], None] | None) -> DTensor:
-        ctx.ranks, ctx.on_backward = x.device_mesh.size(), on_backward
-        return x.view_as(x)
+        ctx.mesh, ctx.dim, ctx.on_backward = x.device_mesh, dim_of(x), on_backward
+        return _wrapped(x.to_local(), ctx.mesh, ctx.dim, x.shape[ctx.dim])
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
         if ctx.on_backward is not None:
             ctx.on_backward()
-        return gradient * ctx.ranks, None
+        piece = _local_gradient(gradient, ctx.mesh, ctx.dim) * ctx.mesh.size()
+        return _wrapped(piece, ctx.mesh, ctx.dim, gradient.shape[ctx.dim]), None
 
 
 class _Unscaled(torch.autograd.Function):
@@ -141,6 +192,13 @@ def _is_behind_leave(x: torch.Tensor) -> bool:
 def _axis(mesh: DeviceMesh) -> str:
     assert mesh.mesh_dim_names is not None
     return mesh.mesh_dim_names[0]
+
+
+def dim_of(x: DTensor) -> int:
+    """Returns the dim at which a tensor of the region is cut."""
+    (placement,) = x.placements
+    assert type(placement) is Shard
+    return placement.dim
 
 
 def is_shard_of(x: Any, mesh: DeviceMesh) -> bool:

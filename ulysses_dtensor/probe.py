@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,7 +180,7 @@ class _Trial:
         before = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         stub = _Stub()
         try:
-            with torch.set_grad_enabled(gradients), _unchanged_random_state(), stub:
+            with torch.set_grad_enabled(gradients), _unchanged_random_state(), _without_global_hooks(), stub:
                 result = self.call(*args, **kwargs)
         except PlanError as error:
             raise _Rejected(6, str(error)) from error
@@ -201,7 +202,9 @@ class _Trial:
         trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not trainable:
             return ()
-        run = self.run([self.tokens // 2], plain_errors=True, gradients=True)
+        # Under activation checkpointing the probe's saved tensors must not count as the forward's.
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            run = self.run([self.tokens // 2], plain_errors=True, gradients=True)
         reached: set[int] = set()
         pending = [x.grad_fn for x in run.outputs if isinstance(x, torch.Tensor)]
         seen = set()
@@ -350,6 +353,24 @@ def _ramp(like: torch.Tensor) -> torch.Tensor:
 
 def _unchanged_random_state() -> Any:
     return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else [])
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Hides hooks on all modules (profilers, trackers): they would count the probe as the model's own forward."""
+    # Private; torch has no switch for them. If torch moves them, tests/test_probe.py says so first.
+    hooks = [
+        getattr(nn.modules.module, f"_global_{name}_hooks")
+        for name in ("backward_pre", "backward", "forward_pre", "forward")
+    ]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, saved in zip(hooks, kept, strict=True):
+            each.update(saved)
 
 
 def _first_difference(a: list[Any], b: list[Any]) -> str:

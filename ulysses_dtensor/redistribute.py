@@ -116,7 +116,7 @@ def layout_of(x: DTensor, names: LayoutLike) -> Layout:
             mesh_axes.setdefault(placement.dim, []).append(name)
         elif type(placement) is not Replicate:
             remedy = "Reduce it first" if isinstance(placement, Partial) else "Bring it to Shard or Replicate first"
-            raise LayoutError(f"layout_of: x is placed {placement} on {name!r}, which no layout can say. {remedy}.")
+            raise LayoutError(f"layout_of: x is placed {placement!r} on {name!r}, which no layout can say. {remedy}.")
     axes = _named(as_layout(names), x.ndim, sizes).axes
     return Layout(render(tuple(Axis(axis.name, tuple(mesh_axes.get(dim, ()))) for dim, axis in enumerate(axes))))
 
@@ -230,7 +230,7 @@ def _summed(gradient: DTensor) -> DTensor:
     for placement in gradient.placements:
         if placement.is_partial() and placement != Partial("sum"):
             raise LayoutError(
-                f"redistribute: a gradient is placed {placement}; only sums can be reduced on the way back. "
+                f"redistribute: a gradient is placed {placement!r}; only sums can be reduced on the way back. "
                 "Give to_local grad_placements that are Shard, Replicate or Partial('sum')."
             )
     return _Sum.apply(gradient) if any(placement.is_partial() for placement in gradient.placements) else gradient

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from ulysses_dtensor import agreement, gradients
-from ulysses_dtensor.boundary import enter, is_shard_of, leave, scaled, shard
+from ulysses_dtensor.boundary import enter, is_shard_of, leave, local_of, scaled, shard
 from ulysses_dtensor.calls import Call, call_key, hidden_options
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.inside import Inside
@@ -246,7 +246,7 @@ def _run_local(
     local = []
     for at, x in enumerate(leaves):
         if is_shard_of(x, region.mesh):
-            local.append(x.to_local())
+            local.append(local_of(x))
         elif isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
             local.append(enter(x, region.mesh, dims.get(at), seq_len))
         else:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from ulysses_dtensor.boundary import enter, is_shard_of, leave, shard
+from ulysses_dtensor.boundary import dim_of, enter, is_shard_of, leave, local_of, shard
 from ulysses_dtensor.errors import PlanError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _FACTS = frozenset(
 _ELEMENTWISE = frozenset(
     {"add", "sub", "mul", "div", "neg", "true_divide", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"}
     | {"__truediv__", "__rtruediv__", "__neg__", "float", "double", "half", "bfloat16", "to", "type", "type_as", "clone"}
-    | {"contiguous", "relu", "gelu", "silu", "tanh", "sigmoid", "exp", "square", "abs"}
+    | {"contiguous", "detach", "relu", "gelu", "silu", "tanh", "sigmoid", "exp", "square", "abs"}
 )
 
 
@@ -49,7 +49,7 @@ class Tail(TorchFunctionMode):
             return func(*args, **kwargs)
         name = _name(func)
         held = [x for x in _tensors((args, kwargs)) if is_shard_of(x, self.mesh)]
-        if not held or name in _FACTS:
+        if not held or name in _FACTS or _is_identity(name, args):
             return func(*args, **kwargs)
         if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or kwargs.get("out") is not None:
             raise PlanError(
@@ -65,11 +65,11 @@ class Tail(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _elementwise(self, func: Any, held: DTensor, args: Any, kwargs: Any) -> DTensor | None:
-        dim, shape = held.placements[0].dim, tuple(held.shape)  # type: ignore[attr-defined] - a Shard, see is_shard_of
+        dim, shape = dim_of(held), tuple(held.shape)
 
         def local(x: Any) -> Any:
             if isinstance(x, DTensor):
-                return x.to_local()
+                return local_of(x)
             if isinstance(x, torch.Tensor) and x.ndim >= len(shape) - dim:
                 at = x.ndim - (len(shape) - dim)
                 return enter(x, self.mesh, at if x.shape[at] == shape[dim] else None, shape[dim])
@@ -85,6 +85,11 @@ class Tail(TorchFunctionMode):
 
 
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"})
+
+
+def _is_identity(name: str, args: Any) -> bool:
+    """Whether this is `x.view_as(x)`, by which autograd passes a custom function's input on: module hooks, FSDP."""
+    return name == "view_as" and len(args) == 2 and args[0] is args[1]
 
 
 def _broadcasts(shape: tuple[int, ...], x: torch.Tensor) -> bool:
