@@ -284,7 +284,7 @@ def _rank_main(number: int, pipe: Connection, directory: Path) -> None:
     log = os.open(directory / f"{number}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.enable(2)
+    faulthandler.enable(2, all_threads=False)
     faulthandler.register(signal.SIGUSR1, (directory / f"{number}.stack").open("w"))
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
@@ -299,8 +299,7 @@ def _rank_main(number: int, pipe: Connection, directory: Path) -> None:
         os.ftruncate(log, 0)
         # The owner's timeout comes before the group's: it knows where each rank stands.
         hour = timedelta(hours=1)
-        rendezvous = dist.FileStore(store, ranks)
-        dist.init_process_group("gloo", store=rendezvous, rank=number, world_size=ranks, timeout=hour)
+        dist.init_process_group("gloo", f"file://{store}", hour, rank=number, world_size=ranks)
         pipe.send_bytes(pickle.dumps(Reply()))
         # A rank that failed leaves its group at once, so that those that wait for it fail too. One that ended keeps its
         # group until told to leave: to leave early could break connections of those that still run.

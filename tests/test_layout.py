@@ -279,7 +279,9 @@ def test_rejects_tensor_of_another_number_of_dims() -> None:
 
 
 def test_rejects_cut_right_of_ellipsis_without_ndim() -> None:
-    with pytest.raises(LayoutError, match=r"cuts an axis right of '\.\.\.', whose dim depends on the tensor. Pass ndim."):
+    with pytest.raises(
+        LayoutError, match=r"cuts an axis right of '\.\.\.', whose dim depends on the tensor. Pass ndim."
+    ):
         Layout("b ... (sp d)").placements({"sp": 2})
     assert Layout("(sp b) ... d").placements({"sp": 2}) == (Shard(0),)
 

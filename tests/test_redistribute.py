@@ -49,7 +49,15 @@ def place(x: torch.Tensor, layout: Layout | str, mesh: DeviceMesh, *, requires_g
     local = part(x, layout, mesh).clone(memory_format=torch.contiguous_format)
     placements = Layout(str(layout)).placements(mesh, x.ndim)
     held = DTensor.from_local(local, mesh, placements, run_check=False, shape=x.shape, stride=x.contiguous().stride())
-    return held.requires_grad_(requires_grad)
+    held.requires_grad_(requires_grad)
+    return held
+
+
+def gradient_of(y: torch.Tensor, x: DTensor, *weight: DTensor, create_graph: bool = False) -> DTensor:
+    """Returns the gradient of `y`, a scalar unless weighted, by `x`."""
+    (found,) = torch.autograd.grad(y, x, weight or None, create_graph=create_graph)
+    assert isinstance(found, DTensor)
+    return found
 
 
 def assert_holds(held: DTensor, x: torch.Tensor, layout: Layout | str) -> None:
@@ -181,10 +189,10 @@ def has_one_device_gradients(mesh: DeviceMesh, x: torch.Tensor, src: Layout, dst
 
     held = place(x, src, mesh, requires_grad=True)
     loss = cube(redistribute(held, dst).to_local(), part(weight, dst, mesh)).sum()
-    (gradient,) = torch.autograd.grad(loss, held, create_graph=True)
-    assert_holds(gradient.detach(), first.detach(), src)
+    gradient = gradient_of(loss, held, create_graph=True)
+    assert_holds(gradient, first, src)
     loss = (gradient.to_local() * part(tangent, src, mesh)).sum()
-    assert_holds(torch.autograd.grad(loss, held)[0], second, src)
+    assert_holds(gradient_of(loss, held), second, src)
 
 
 @given(cases(2))
@@ -198,7 +206,7 @@ def test_first_and_second_derivatives_are_those_of_one_device(
 def is_its_own_adjoint(mesh: DeviceMesh, x: torch.Tensor, y: torch.Tensor, src: Layout, dst: Layout) -> None:
     held = place(x, src, mesh, requires_grad=True)
     moved = redistribute(held, dst)
-    (back,) = torch.autograd.grad(moved, held, place(y, dst, mesh))
+    back = gradient_of(moved, held, place(y, dst, mesh))
     assert (full_value(moved) * y).sum() == (x * full_value(back)).sum()
 
 
@@ -219,10 +227,10 @@ def sums_partial_gradients(mesh: DeviceMesh, x: torch.Tensor, src: Layout, dst: 
     held = place(x, src, mesh, requires_grad=True)
     partial = [Partial() if placement == Replicate() else placement for placement in dst.placements(mesh)]
     moved = redistribute(held, dst).to_local(grad_placements=partial)
-    (gradient,) = torch.autograd.grad(cube(moved, part(weight, dst, mesh)).sum(), held, create_graph=True)
-    assert_holds(gradient.detach(), first.detach(), src)
+    gradient = gradient_of(cube(moved, part(weight, dst, mesh)).sum(), held, create_graph=True)
+    assert_holds(gradient, first, src)
     loss = (gradient.to_local() * part(tangent, src, mesh)).sum()
-    assert_holds(torch.autograd.grad(loss, held)[0], second, src)
+    assert_holds(gradient_of(loss, held), second, src)
 
 
 @given(cases(2))
@@ -238,8 +246,8 @@ def zeros_come_from_unused(mesh: DeviceMesh, x: torch.Tensor) -> None:
     with count_collectives() as count:
         used.to_local().sum().backward()
     assert count.kinds == ["all-to-all"]
-    assert q.grad is not None
-    assert k.grad is not None
+    assert isinstance(q.grad, DTensor)
+    assert isinstance(k.grad, DTensor)
     assert_holds(q.grad, torch.ones_like(x), "b (sp s) h")
     assert_holds(k.grad, torch.zeros_like(x), "b (sp s) h")
 
@@ -251,8 +259,7 @@ def test_an_output_that_nobody_used_gives_zeros() -> None:
 def takes_gradient_in_any_layout(mesh: DeviceMesh, x: torch.Tensor, names: str, src: Layout, held_in: Layout) -> None:
     held = place(x, src, mesh, requires_grad=True)
     weight = numbers(x.shape, seed=1)
-    (gradient,) = torch.autograd.grad(redistribute(held, names), held, place(weight, held_in, mesh))
-    assert_holds(gradient, weight, src)
+    assert_holds(gradient_of(redistribute(held, names), held, place(weight, held_in, mesh)), weight, src)
 
 
 @given(cases(2), st.sampled_from(["b s h", "b ...", "...", "... h"]))
@@ -271,7 +278,7 @@ def whole_numbers_have_no_gradient(mesh: DeviceMesh) -> None:
     moved, moved_ids = redistribute((floats, ids), "b s (sp h)")
     assert (moved.requires_grad, moved_ids.requires_grad) == (True, False)
     moved.to_local().sum().backward()
-    assert floats.grad is not None
+    assert isinstance(floats.grad, DTensor)
     assert_holds(floats.grad, torch.ones_like(x), "b (sp s) h")
 
 
@@ -296,7 +303,8 @@ def moves_several(
             assert_holds(moved[index], wholes[index], dst)
             assert torch.equal(alone.to_local(), moved[index].to_local())
     for tensor, dst, weight, gradient in zip(held, dsts, weights, gradients, strict=True):
-        (alone,) = torch.autograd.grad(redistribute(tensor, dst), tensor, weight)
+        alone = gradient_of(redistribute(tensor, dst), tensor, weight)
+        assert isinstance(gradient, DTensor)
         assert alone.placements == gradient.placements
         assert torch.equal(alone.to_local(), gradient.to_local())
     assert together.bytes_sent == apart.bytes_sent
@@ -346,15 +354,13 @@ def test_each_dtype_has_an_all_to_all_of_its_own() -> None:
 def sends_what_is_printed(mesh: DeviceMesh, x: torch.Tensor, src: Layout, dst: Layout) -> None:
     move = Transition(src, dst, x.shape, mesh, itemsize=x.element_size())
     held = place(x, src, mesh, requires_grad=True)
-    for forth, run in [
-        (move, lambda: redistribute(held, dst)),
-        (move.reversed(), lambda: torch.autograd.grad(moved, held, place(x, dst, mesh))),
-    ]:
-        with count_collectives() as count:
-            result = run()
-        moved = result
-        assert count.kinds == [step.kind for step in forth.steps if step.kind != "slice"]
-        assert count.bytes_sent == forth.bytes_sent(position(mesh))
+    with count_collectives() as forth:
+        moved = redistribute(held, dst)
+    with count_collectives() as back:
+        gradient_of(moved, held, place(x, dst, mesh))
+    for count, transition in [(forth, move), (back, move.reversed())]:
+        assert count.kinds == [step.kind for step in transition.steps if step.kind != "slice"]
+        assert count.bytes_sent == transition.bytes_sent(position(mesh))
 
 
 @given(cases(2), st.sampled_from([torch.float64, torch.bfloat16, torch.complex64]))
@@ -377,7 +383,7 @@ def is_exact_on_a_flattened_mesh(mesh: DeviceMesh, shape: tuple[int, ...], layou
     distributes(mesh, x, layout)
 
 
-# https://github.com/pytorch/pytorch/issues/194457: once its dims are flattened, torch gathers nested uneven shards wrong.
+# https://github.com/pytorch/pytorch/issues/194457: where its dims are flattened, torch gathers nested shards wrong.
 @pytest.mark.parametrize("size", [pytest.param(5, id="pytorch#194457"), *range(1, 12)])
 def test_uneven_nested_shards_are_exact_on_a_flattened_mesh(size: int) -> None:
     for layout, shape in [("(cp sp a) b", (size, 3)), ("a (cp sp b)", (3, size)), ("(cp a) (sp b)", (size, 3))]:
@@ -485,7 +491,7 @@ def tagged(shape: tuple[int, int, int]) -> torch.Tensor:
 
 def brings_tags_home(mesh: DeviceMesh, shape: tuple[int, int, int]) -> None:
     x = tagged(shape)
-    batch, seq_len, num_heads = shape
+    batch, seq_len, _ = shape
     by_heads = redistribute(place(x, "b (sp s) h d", mesh), "b s (sp h) d").to_local()
     first = Layout("b s (sp h) d").local_box(x.shape, mesh)[2][0]
     for b in range(batch):
@@ -601,7 +607,7 @@ def test_rejects_mesh_without_names() -> None:
             lambda: redistribute(from_local(mesh, Shard(0)), "b s"),
             lambda: distribute(torch.zeros(2, 4), mesh, "b s"),
         ):
-            with pytest.raises(LayoutError, match="the mesh has no dimension names. Pass mesh_dim_names"):
+            with pytest.raises(LayoutError, match=r"the mesh has no dimension names. Pass mesh_dim_names"):
                 act()
 
     run_ranks(2, unnamed)
@@ -614,7 +620,8 @@ def test_rejects_what_torch_chunk_would_not_give() -> None:
 
     refused(
         lambda mesh: redistribute(held(mesh), "s"),
-        r"this rank holds \([41],\) of global shape \(5,\), torch.chunk gives it \([32],\). Cut the tensor with distribute",
+        r"this rank holds \([41],\) of global shape \(5,\), torch.chunk gives it \([32],\). Cut the tensor with "
+        r"distribute, or give from_local pieces as torch.chunk makes them.",
     )
 
 
@@ -658,8 +665,8 @@ def test_rejects_placements_for_a_layout() -> None:
 def test_rejects_layout_that_does_not_fit_and_says_tensor_and_mesh() -> None:
     refused(
         lambda mesh: redistribute(from_local(mesh, Shard(0)), "b (ps s)"),
-        r"redistribute: to 'b \(ps s\)', global shape \(4, 4\), placements \(Shard\(dim=0\),\): Layout: 'ps' in \(ps s\) is no "
-        r"dimension of the mesh \{'sp': 2\}",
+        r"redistribute: to 'b \(ps s\)', global shape \(4, 4\), placements \(Shard\(dim=0\),\): Layout: 'ps' in "
+        r"\(ps s\) is no dimension of the mesh \{'sp': 2\}",
     )
     refused(lambda mesh: redistribute(from_local(mesh, Shard(0)), "b s h"), r"names 3 axes, the tensor has 2 dims.")
     refused(

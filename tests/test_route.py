@@ -3,32 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from boxes import inside, moves
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ulysses_dtensor.layout import Box
 from ulysses_dtensor.route import Route, intersect, route, shape, volume
-from ulysses_dtensor.testing import shapes
-
-
-@st.composite
-def moves(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], list[Box]]:
-    """Draws a global shape, what each rank has of it (slabs along one dim) and what each wants (any boxes)."""
-    whole = draw(shapes(3, max_size=5))
-    ranks, dim = draw(st.integers(1, 5)), draw(st.integers(0, 2))
-    cuts = sorted(draw(st.lists(st.integers(0, whole[dim]), min_size=ranks - 1, max_size=ranks - 1)))
-    edges = [0, *cuts, whole[dim]]
-    have = [
-        tuple((edges[rank], edges[rank + 1]) if at == dim else (0, size) for at, size in enumerate(whole))
-        for rank in range(ranks)
-    ]
-    bounds = [st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda pair: tuple(sorted(pair))) for size in whole]
-    want = [draw(st.tuples(*bounds)) for _ in range(ranks)]
-    return whole, have, want
-
-
-def at(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
 
 
 def assert_arrives(whole: tuple[int, ...], want: list[Box], parts: list[np.ndarray], routes: list[Route]) -> None:
@@ -37,19 +17,19 @@ def assert_arrives(whole: tuple[int, ...], want: list[Box], parts: list[np.ndarr
     for rank, own in enumerate(routes):
         out = np.full(own.out_shape, -1)
         for peer, other in enumerate(routes):
-            piece = parts[peer][at(other.sends[rank])]
+            piece = parts[peer][inside(other.sends[rank])]
             assert piece.size == volume(own.receives[peer])
             if piece.size:
-                out[at(own.receives[peer])] = piece
-        np.testing.assert_array_equal(out, x[at(want[rank])])
+                out[inside(own.receives[peer])] = piece
+        np.testing.assert_array_equal(out, x[inside(want[rank])])
 
 
-@given(moves())
+@given(st.integers(1, 5).flatmap(moves))
 def test_every_element_comes_to_where_it_is_wanted(move: tuple[tuple[int, ...], list[Box], list[Box]]) -> None:
     whole, have, want = move
     x = np.arange(np.prod(whole, dtype=int)).reshape(whole)
     routes = [route(have, want, rank) for rank in range(len(have))]
-    assert_arrives(whole, want, [x[at(box)] for box in have], routes)
+    assert_arrives(whole, want, [x[inside(box)] for box in have], routes)
     for rank, own in enumerate(routes):
         assert (own.rank, own.in_shape, own.out_shape) == (rank, shape(have[rank]), shape(want[rank]))
         assert [other.out_splits[rank] for other in routes] == own.in_splits

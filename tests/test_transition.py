@@ -243,7 +243,9 @@ def test_step_is_a_value() -> None:
 
 @pytest.mark.parametrize("dst", ["b h (sp s)", "b (sp s) d", "(sp s) b h"])
 def test_rejects_other_tensor_axes(dst: str) -> None:
-    with pytest.raises(LayoutError, match=r"do not name the same tensor axes in the same order. A transition moves mesh"):
+    with pytest.raises(
+        LayoutError, match=r"do not name the same tensor axes in the same order. A transition moves mesh"
+    ):
         Transition("b (sp s) h", dst, (2, 4, 3), {"sp": 2})
 
 

@@ -110,6 +110,14 @@ def _check(
         )
 
 
+def routes_of(
+    query: Shape, key: Shape, value: Shape, seq_dim: int, head_dim: int, ranks: int, rank: int
+) -> tuple[tuple[Route, ...], Route]:
+    """Returns the routes of query, key and value in, and of the output back, for global shapes."""
+    inward = _routes_in((query, key, value), seq_dim, head_dim, ranks, rank)
+    return inward, _route_out((*query[:-1], value[-1]), seq_dim, head_dim, ranks, rank)
+
+
 @lru_cache(maxsize=1024)
 def _routes_in(wholes: tuple[Shape, Shape, Shape], seq_dim: int, head_dim: int, ranks: int, rank: int) -> tuple[Route, ...]:
     num_heads, num_kv_heads = wholes[0][head_dim], wholes[1][head_dim]

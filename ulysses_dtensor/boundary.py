@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ulysses_dtensor.collectives import all_gather, all_reduce_sum
 from ulysses_dtensor.layout import chunk
-from ulysses_dtensor.redistribute import distribute, redistribute
+from ulysses_dtensor.redistribute import redistribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,10 +40,7 @@ def enter(x: torch.Tensor, mesh: DeviceMesh, dim: int | None, seq_len: int) -> t
     if dim is None:
         return _Shared.apply(x, mesh) if behind else x
     if behind:
-        names = [f"x{at}" for at in range(x.ndim)]
-        names[dim] = f"({_axis(mesh)} {names[dim]})"
-        whole = _Unscaled.apply(x.narrow(dim, 0, seq_len), mesh.size())
-        return distribute(whole, mesh, " ".join(names)).to_local()
+        return _EnterBehind.apply(x, mesh, dim, seq_len)
     return _piece(x.narrow(dim, 0, seq_len), mesh, dim)
 
 
@@ -93,6 +90,8 @@ def _local_gradient(gradient: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch
     """Returns this rank's piece of a gradient that arrives as a DTensor however placed, or as a whole plain tensor."""
     if not isinstance(gradient, DTensor):
         return _piece(gradient, mesh, dim)
+    if tuple(gradient.placements) == (Shard(dim),):
+        return gradient.to_local()
     names = [f"x{at}" for at in range(gradient.ndim)]
     names[dim] = f"({_axis(mesh)} {names[dim]})"
     return redistribute(gradient, " ".join(names)).to_local()
@@ -148,17 +147,18 @@ class _Scaled(torch.autograd.Function):
         return _wrapped(piece, ctx.mesh, ctx.dim, gradient.shape[ctx.dim]), None
 
 
-class _Unscaled(torch.autograd.Function):
-    """Identity whose gradient is divided by P: undoes the factor where the whole gradient is brought back."""
+class _EnterBehind(torch.autograd.Function):
+    """This rank's tokens; the gradient is brought back whole, without the factor P, as what left before expects it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: int) -> torch.Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> torch.Tensor:
+        ctx.mesh, ctx.dim, ctx.seq_len, ctx.past = mesh, dim, seq_len, x.shape[dim] - seq_len
+        return _piece(x.narrow(dim, 0, seq_len), mesh, dim).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
-        return gradient / ctx.ranks, None
+        whole = _gathered(gradient, ctx.mesh, ctx.dim, ctx.seq_len) / ctx.mesh.size()
+        return F.pad(whole, [*(0, 0) * (whole.ndim - ctx.dim - 1), 0, ctx.past]), None, None, None
 
 
 class _Shared(torch.autograd.Function):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ulysses_dtensor.boundary import is_shard_of
@@ -60,17 +61,19 @@ def hidden_options(call: Call) -> list[dict[int, int]]:
     return options
 
 
-def call_key(name: str, training: bool, leaves: list[Any], spec: TreeSpec) -> Hashable:
-    """Returns what two calls share for which the probe's decision is the same."""
-    floating = [tuple(x.shape) for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim >= 2]
-    reference = floating[0] if floating else ()
-    return (name, training, spec, tuple(_kind(x, reference) for x in leaves))
+def call_key(name: str, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Returns what two calls share for which the probe's decision is the same. Can be traced by torch.compile."""
+    parts = [(argument, tree_flatten(value)[0]) for argument, value in (*enumerate(args), *kwargs.items())]
+    tensors = [x for _, leaves in parts for x in leaves if isinstance(x, torch.Tensor)]
+    floating = [x for x in tensors if x.is_floating_point() and x.ndim >= 2]
+    reference = tuple(floating[0].shape) if floating else ()
+    return (name, training, *((argument, *(_kind(x, reference) for x in leaves)) for argument, leaves in parts))
 
 
 def _kind(x: Any, reference: tuple[int, ...]) -> Hashable:
     if isinstance(x, torch.Tensor):
-        relations = tuple((size == other, size > other) for size in x.shape for other in reference)
-        return (type(x).__name__, x.ndim, x.dtype, relations)
+        relations = tuple((bool(size == other), bool(size > other)) for size in x.shape for other in reference)
+        return (isinstance(x, DTensor), x.ndim, x.dtype, relations)
     if x is None or isinstance(x, (bool, str)):
         return x
     return type(x).__name__

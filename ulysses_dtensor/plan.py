@@ -97,8 +97,11 @@ class UlyssesPlan(ParallelStyle):
                     convert(other, region, name or "the model")
         return module
 
-    def find(self, model: nn.Module, mesh: Any) -> tuple[plain.Found, list[str]]:
-        """Returns what this plan converts in `model`, and everything that is wrong with it, a line each."""
+    def find(self, model: nn.Module, mesh: Any, *, converted: bool = False) -> tuple[plain.Found, list[str]]:
+        """Returns what this plan converts in `model`, and everything that is wrong with it, a line each.
+
+        `converted` allows for a model that is converted already, to explain it.
+        """
         problems: list[str] = []
         if isinstance(model, DistributedDataParallel):
             problems.append("the model is wrapped in DistributedDataParallel. Convert the module, then wrap it.")
@@ -120,7 +123,7 @@ class UlyssesPlan(ParallelStyle):
         if "" in found.blocks:
             problems.append("the model is itself an attention. Convert the model that holds it.")
         for name, module in model.named_modules():
-            if region_of(module) is not None or is_declared(module):
+            if not converted and (region_of(module) is not None or is_declared(module)):
                 problems.append(f"{name or 'the model'} is converted already. Convert a model once.")
                 break
         problems += self._input_problems(model, mesh, found)

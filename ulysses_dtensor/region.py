@@ -197,7 +197,7 @@ def _decide(
     attentions: tuple[nn.Module, ...] | None,
 ) -> Decision | None:
     """Returns the probe's decision on a call like this one, made at the first; None: a module beside the blocks mixes."""
-    key = call_key(name, module.training, leaves, spec)
+    key = call_key(name, module.training, *tree_unflatten(leaves, spec))
     if key in region.decisions:
         return region.decisions[key]
     if torch.compiler.is_compiling():
