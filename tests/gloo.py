@@ -31,8 +31,7 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
-START_SECONDS = 120  # for the import of torch on a busy machine
-LEAVE_SECONDS = 30
+PATIENCE_SECONDS = 120  # with what is no case: importing torch on a busy machine, forming a group, leaving it
 LEAVE = b"leave"
 GRACE_SECONDS = 5.0  # after the first failure, until ranks that did not follow are killed
 
@@ -73,7 +72,7 @@ class Rank:
 
     def death(self) -> str:
         """Says what ended the process."""
-        self.process.join(LEAVE_SECONDS)
+        self.process.join(PATIENCE_SECONDS)
         code = self.process.exitcode
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
@@ -174,7 +173,7 @@ class GlooPool:
             finally:
                 theirs.close()
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._expect("start", [self._ranks[number] for number in new], START_SECONDS)
+        self._expect("start", [self._ranks[number] for number in new], PATIENCE_SECONDS)
 
     def _replies(self, name: str, ranks: list[Rank], case: bytes, timeout: float) -> dict[int, Reply]:
         """Returns what each rank came to; raises where not every rank can go on with another case."""
@@ -183,7 +182,7 @@ class GlooPool:
         store = self._directory / f"{self._cases}.store"
         for rank in ranks:
             rank.send(pickle.dumps((len(ranks), str(store))))
-        self._expect("form a process group", ranks, START_SECONDS)
+        self._expect("form a process group", ranks, PATIENCE_SECONDS)
         for rank in ranks:
             rank.send(case)
         replies, died = _collect(ranks, timeout)
@@ -197,7 +196,7 @@ class GlooPool:
         for rank in ranks:
             if replies[rank.number].error is None:
                 rank.send(LEAVE)
-        self._expect("destroy their process group", ranks, LEAVE_SECONDS)
+        self._expect("destroy their process group", ranks, PATIENCE_SECONDS)
         store.unlink(missing_ok=True)
         return replies
 
@@ -297,8 +296,7 @@ def _rank_main(number: int, pipe: Connection, directory: Path) -> None:
     while True:
         ranks, store = pickle.loads(pipe.recv_bytes())
         os.ftruncate(log, 0)
-        # The owner's timeout comes before the group's: it knows where each rank stands.
-        hour = timedelta(hours=1)
+        hour = timedelta(hours=1)  # the owner's timeout comes first: it knows where each rank stands
         dist.init_process_group("gloo", f"file://{store}", hour, rank=number, world_size=ranks)
         pipe.send_bytes(pickle.dumps(Reply()))
         # A rank that failed leaves its group at once, so that those that wait for it fail too. One that ended keeps its

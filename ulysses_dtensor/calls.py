@@ -23,7 +23,7 @@ class Call:
     """The leaves of one call, and the token dims that are known of them: shards' own, and declared layouts'."""
 
     def __init__(
-        self, module: nn.Module, leaves: list[Any], spec: TreeSpec, inputs: Mapping[str, Layout], mesh: DeviceMesh
+        self, module: nn.Module, leaves: list[Any], spec: TreeSpec, inputs: Mapping[str, Layout], mesh: DeviceMesh | Mapping[str, int]
     ) -> None:
         self.leaves = leaves
         self.held = {at: x.placements[0].dim for at, x in enumerate(leaves) if is_shard_of(x, mesh)}

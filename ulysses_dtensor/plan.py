@@ -55,7 +55,7 @@ class UlyssesPlan(ParallelStyle):
     inputs: Mapping[str, LayoutLike] | None = None
     outputs: Outputs = "replicate"
     check: Check = "always"
-    _inputs: dict[str, Layout] = field(init=False, repr=False, compare=False, default_factory=dict)
+    input_layouts: dict[str, Layout] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.outputs not in ("replicate", "shard"):
@@ -65,7 +65,7 @@ class UlyssesPlan(ParallelStyle):
         for pattern, style in (self.attention or {}).items():
             if style != "sdpa" and not isinstance(style, UlyssesAttention):
                 raise PlanError(f"UlyssesPlan: attention[{pattern!r}]={style!r} is neither a UlyssesAttention nor 'sdpa'.")
-        self._inputs.update({name: as_layout(layout) for name, layout in (self.inputs or {}).items()})
+        self.input_layouts.update({name: as_layout(layout) for name, layout in (self.inputs or {}).items()})
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = sequence_mesh(device_mesh, "UlyssesPlan")
@@ -76,7 +76,7 @@ class UlyssesPlan(ParallelStyle):
             mesh,
             outputs=self.outputs,
             check=self.check,
-            inputs=self._inputs,
+            inputs=self.input_layouts,
             signature=f"{self!r} on {type(module).__name__}, blocks {', '.join(found.blocks)}",
             who=f"UlyssesPlan on {type(module).__name__}",
         )
@@ -141,7 +141,7 @@ class UlyssesPlan(ParallelStyle):
         parameters = [inspect.signature(forward).parameters for forward in blocks]
         known = {name for names in parameters for name in names}
         open_ended = any(p.kind is p.VAR_KEYWORD for names in parameters for p in names.values())
-        for name, layout in self._inputs.items():
+        for name, layout in self.input_layouts.items():
             if blocks and name not in known and not open_ended:
                 problems.append(f"inputs[{name!r}]: no block has such an argument, they have {', '.join(sorted(known))}.")
             try:
