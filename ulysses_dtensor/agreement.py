@@ -16,13 +16,20 @@ from ulysses_dtensor.errors import PlanError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_INPUT_SLOTS = 60
+_FACT_SLOTS = 6  # a problem, four facts, the inputs' structure
+_INPUT_SLOTS = 58
 _MESSAGE_BYTES = 4096
 _MASK = 2**62 - 1
 
 
 def agree(
-    mesh: DeviceMesh, *, problem: Exception | None, args: Any, kwargs: Any, facts: Sequence[tuple[str, str]], who: str
+    mesh: DeviceMesh,
+    *,
+    problem: Exception | None,
+    args: Any,
+    kwargs: Any,
+    facts: Sequence[tuple[str, object]],
+    who: str,
 ) -> None:
     """Returns when all ranks of the group pass equal inputs and facts and none has a problem.
 
@@ -31,7 +38,7 @@ def agree(
         problem: what this rank found wrong; it is raised on all ranks.
         args: positional inputs of the model; tensors are compared by content.
         kwargs: keyword inputs.
-        facts: (name, value) pairs that must be equal, at most three.
+        facts: (name, value) pairs that must be equal, at most four.
         who: name for errors.
 
     Raises:
@@ -41,16 +48,16 @@ def agree(
     """
     names, hashes = _input_hashes(args, kwargs)
     facts = [*facts, ("the inputs' structure", "; ".join(names))]
-    slots = [int(problem is not None), *(_text_hash(value) for _, value in facts)]
+    slots = [int(problem is not None), *(_text_hash(str(value)) for _, value in facts)]
     labels = ["", *(name for name, _ in facts)]
-    assert len(slots) <= 4 + 1
+    assert len(slots) <= _FACT_SLOTS
     shown = hashes[: _INPUT_SLOTS - 1]
     rest = hashes[_INPUT_SLOTS - 1 :]
     device = torch.device(mesh.device_type)
-    values = torch.zeros(5 + _INPUT_SLOTS, dtype=torch.int64, device=device)
+    values = torch.zeros(_FACT_SLOTS + _INPUT_SLOTS, dtype=torch.int64, device=device)
     values[: len(slots)] = torch.tensor(slots, device=device)
     for at, value in enumerate(shown):
-        values[5 + at] = value.to(device)
+        values[_FACT_SLOTS + at] = value.to(device)
     for at, value in enumerate(rest):
         values[-1] = (values[-1] * 31 + value.to(device) + at) & _MASK
     extremes = torch.cat((values, -values))
@@ -61,17 +68,18 @@ def agree(
     rows = all_gather(values, mesh.get_group()).tolist()
     if largest[0]:
         raise PlanError(_gathered_problems(mesh, problem)) from problem
-    labels += [""] * (5 - len(labels))
+    labels += [""] * (_FACT_SLOTS - len(labels))
     labels += [f"input {name}" for name in names[: _INPUT_SLOTS - 1]]
     raise PlanError(_difference(rows, labels, who, mesh))
 
 
 def _difference(rows: list[list[int]], labels: list[str], who: str, mesh: DeviceMesh) -> str:
     lines = []
-    structure_differs = any(row[4] != rows[0][4] for row in rows) if len(labels) > 4 else False
+    structure = labels.index("the inputs' structure")
+    structure_differs = any(row[structure] != rows[0][structure] for row in rows)
     for at in range(len(rows[0])):
         column = [row[at] for row in rows]
-        if len(set(column)) == 1 or (structure_differs and at >= 5):
+        if len(set(column)) == 1 or (structure_differs and at >= _FACT_SLOTS):
             continue
         label = labels[at] if at < len(labels) else "inputs past the first ones"
         alike: dict[int, list[int]] = {}
@@ -102,7 +110,7 @@ def _gathered_problems(mesh: DeviceMesh, problem: Exception | None) -> str:
 
 def _input_hashes(args: Any, kwargs: Any) -> tuple[list[str], list[torch.Tensor]]:
     names, hashes = [], []
-    for path, x in tree_flatten_with_path((args, kwargs))[0]:
+    for path, x in tree_flatten_with_path((args, dict(sorted(kwargs.items()))))[0]:
         name = keystr(path[1:]).strip("[]'\"") or "?"
         if isinstance(x, torch.Tensor):
             names.append(f"{name} {tuple(x.shape)} {x.dtype}")
@@ -130,6 +138,12 @@ def content_hash(x: torch.Tensor) -> torch.Tensor:
 def roll(history: str, event: str) -> str:
     """Returns a short digest of a history of events and one more event."""
     return f"{_text_hash(history + event):x}"
+
+
+def state_hash(tensors: Sequence[torch.Tensor]) -> int:
+    """Returns one hash of the contents of many tensors, in order."""
+    hashes = [content_hash(x).cpu() for x in tensors]
+    return int(content_hash(torch.stack(hashes))) if hashes else 0
 
 
 def _text_hash(text: str) -> int:

@@ -119,7 +119,9 @@ def routes_of(
 
 
 @lru_cache(maxsize=1024)
-def _routes_in(wholes: tuple[Shape, Shape, Shape], seq_dim: int, head_dim: int, ranks: int, rank: int) -> tuple[Route, ...]:
+def _routes_in(
+    wholes: tuple[Shape, Shape, Shape], seq_dim: int, head_dim: int, ranks: int, rank: int
+) -> tuple[Route, ...]:
     num_heads, num_kv_heads = wholes[0][head_dim], wholes[1][head_dim]
     owned = [heads_of(num_heads, num_kv_heads, ranks, peer) for peer in range(ranks)]
     routes = []

@@ -94,7 +94,9 @@ class UlyssesAttention(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = sequence_mesh(device_mesh, "UlyssesAttention")
         if mesh.mesh_dim_names != (self.mesh_axis,):
-            raise PlanError(f"UlyssesAttention: {self.text!r} moves {self.mesh_axis!r}, the mesh is {mesh.mesh_dim_names}.")
+            raise PlanError(
+                f"UlyssesAttention: {self.text!r} moves {self.mesh_axis!r}, the mesh is {mesh.mesh_dim_names}."
+            )
         if is_declared(module):
             raise PlanError(f"UlyssesAttention: {type(module).__name__} is converted already. Convert a module once.")
         module.forward = partial(_attention_forward, module, self, mesh, module.__dict__.get("forward"))
@@ -108,7 +110,12 @@ def is_declared(module: nn.Module) -> bool:
 
 
 def _attention_forward(
-    module: nn.Module, style: UlyssesAttention, mesh: DeviceMesh, original: Callable[..., Any] | None, *args: Any, **kwargs: Any
+    module: nn.Module,
+    style: UlyssesAttention,
+    mesh: DeviceMesh,
+    original: Callable[..., Any] | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     call = partial(type(module).forward, module) if original is None else original
     (query, key, value), rejoin = _take_qkv(module, args, kwargs)
@@ -128,7 +135,7 @@ def _attention_forward(
     if not any(isinstance(x, DTensor) for x in (query, key, value)):
         return declared_attention(query, key, value, attention, **dims, mesh=mesh)
     seq_len = _checked_length(style, mesh, (query, key, value))
-    local = [x.to_local() for x in (query, key, value)]
+    local = (query.to_local(), key.to_local(), value.to_local())
     out = attend(*local, attention, **dims, seq_len=seq_len, group=mesh.get_group())
     return shard(out, mesh, style.seq_dim, seq_len)
 
@@ -151,7 +158,9 @@ def _checked_length(style: UlyssesAttention, mesh: DeviceMesh, tensors: tuple[An
     return lengths.pop()
 
 
-def _take_qkv(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]]:
+def _take_qkv(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]]:
     places: list[int | str] = []
     for names in _NAMES:
         given = [name for name in names if isinstance(kwargs.get(name), torch.Tensor)]

@@ -8,7 +8,7 @@ left must bring back the whole instead; the gradient's graph tells which of the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +82,9 @@ def _gathered(local: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> 
     shares = [chunk(0, seq_len, mesh.size(), rank) for rank in range(mesh.size())]
     padded = F.pad(local, [*(0, 0) * (local.ndim - dim - 1), 0, shares[0][1] - local.shape[dim]])
     rows = all_gather(padded.reshape(-1), mesh.get_group())
-    pieces = (row.view(padded.shape).narrow(dim, 0, stop - start) for row, (start, stop) in zip(rows, shares, strict=True))
+    pieces = (
+        row.view(padded.shape).narrow(dim, 0, stop - start) for row, (start, stop) in zip(rows, shares, strict=True)
+    )
     return torch.cat(list(pieces), dim)
 
 
@@ -148,7 +150,7 @@ class _Scaled(torch.autograd.Function):
 
 
 class _EnterBehind(torch.autograd.Function):
-    """This rank's tokens; the gradient is brought back whole, without the factor P, as what left before expects it."""
+    """Takes this rank's tokens; the gradient is brought back whole, without the factor P, as what left before expects it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> torch.Tensor:
@@ -201,9 +203,6 @@ def dim_of(x: DTensor) -> int:
     return placement.dim
 
 
-def is_shard_of(x: Any, mesh: DeviceMesh) -> bool:
+def is_shard_of(x: Any, mesh: object) -> TypeGuard[DTensor]:
     """Whether `x` is a DTensor cut over `mesh`: a hidden state inside the region."""
     return isinstance(x, DTensor) and x.device_mesh == mesh and type(x.placements[0]) is Shard
-
-
-

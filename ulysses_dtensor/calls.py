@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ulysses_dtensor.boundary import is_shard_of
+from ulysses_dtensor.boundary import dim_of, is_shard_of
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.layout import Layout
 
@@ -23,10 +23,15 @@ class Call:
     """The leaves of one call, and the token dims that are known of them: shards' own, and declared layouts'."""
 
     def __init__(
-        self, module: nn.Module, leaves: list[Any], spec: TreeSpec, inputs: Mapping[str, Layout], mesh: DeviceMesh | Mapping[str, int]
+        self,
+        module: nn.Module,
+        leaves: list[Any],
+        spec: TreeSpec,
+        inputs: Mapping[str, Layout],
+        mesh: DeviceMesh | Mapping[str, int],
     ) -> None:
         self.leaves = leaves
-        self.held = {at: x.placements[0].dim for at, x in enumerate(leaves) if is_shard_of(x, mesh)}
+        self.held = {at: dim_of(x) for at, x in enumerate(leaves) if is_shard_of(x, mesh)}
         self.declared: dict[int, int | None] = {}
         if inputs:
             for at, argument in _arguments(module, len(leaves), spec).items():

@@ -49,9 +49,7 @@ class Certificate:
         return ("tokens stay apart", cut, f"{decision.seconds * 1000:.0f}")
 
 
-def certify(
-    model: nn.Module, inputs: Any, mesh: Mapping[str, int], plan: UlyssesPlan | None = None
-) -> Certificate:
+def certify(model: nn.Module, inputs: Any, mesh: Mapping[str, int], plan: UlyssesPlan | None = None) -> Certificate:
     """Returns the certificate of `model` on `inputs`: runs it once as it is and probes each block at its first call.
 
     Args:

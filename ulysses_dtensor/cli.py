@@ -24,10 +24,14 @@ def _main() -> None:
 
 @app.command()
 def demo(
-    ranks: Annotated[int, typer.Option(min=1, max=64, help="Ranks to start on this machine (under torchrun: its own).")] = 2,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=64, help="Ranks to start on this machine (under torchrun: its own).")
+    ] = 2,
     seq_len: Annotated[int, typer.Option(min=2, help="Bytes of text in a sequence.")] = 1024,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 8,
-    sp: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence; default: all that dp leaves.")] = None,
+    sp: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that share a sequence; default: all that dp leaves.")
+    ] = None,
     dp: Annotated[int, typer.Option(min=1, help="Replicas, each with its own text.")] = 1,
     corpus: Annotated[Path | None, typer.Option(help="A file or folder of text; default: Python's own source.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from ulysses_dtensor.attend import routes_of
 from ulysses_dtensor.errors import PlanError
@@ -63,8 +64,26 @@ class Explanation:
         for name in self.found.beside:
             rows.append((name, "beside", "as it comes", "as it comes", "", "", self._certificate(name)))
         for name in self.found.ancestors:
-            rows.append((name or "(the model)", "holds blocks", "whole", "see outputs", "", "", "left alone but for its entrance and exit"))
-        columns = ("module", "what", "layout in", "layout out", "heads per rank (kv)", "bytes sent per rank: in, out", "found")
+            rows.append(
+                (
+                    name or "(the model)",
+                    "holds blocks",
+                    "whole",
+                    "see outputs",
+                    "",
+                    "",
+                    "left alone but for its entrance and exit",
+                )
+            )
+        columns = (
+            "module",
+            "what",
+            "layout in",
+            "layout out",
+            "heads per rank (kv)",
+            "bytes sent per rank: in, out",
+            "found",
+        )
         return table(columns, rows, title=f"{self.model} on {self.mesh_axis}={self.ranks}")
 
     def _attention(self, call: AttentionCall | None) -> tuple[str, ...]:
@@ -75,7 +94,10 @@ class Explanation:
         seq_dim, head_dim = call.seq_dim % ndim, call.head_dim % ndim
         names = {seq_dim: "s", head_dim: "h", ndim - 1: "d"}
         axes = [names.get(dim, "b" if dim == 0 else f"b{dim}") for dim in range(ndim)]
-        held = [" ".join(f"({self.mesh_axis} {a})" if at == dim else a for at, a in enumerate(axes)) for dim in (seq_dim, head_dim)]
+        held = [
+            " ".join(f"({self.mesh_axis} {a})" if at == dim else a for at, a in enumerate(axes))
+            for dim in (seq_dim, head_dim)
+        ]
         heads = [heads_of(call.query[head_dim], call.key[head_dim], self.ranks, rank) for rank in range(self.ranks)]
         counts = sorted({(each.num_query, each.num_kv) for each in heads}, reverse=True)
         shown = ", ".join(f"{query} ({kv})" for query, kv in counts)
@@ -159,7 +181,9 @@ class _Record(TorchFunctionMode):
     def _add(self, tensors: Any, seq_dim: int, head_dim: int) -> None:
         shapes = [tuple(int(n) for n in x.shape) for x in tensors]
         name = self.stack[-1] if self.stack else "?"
-        self.calls.append(AttentionCall(name, shapes[0], shapes[1], shapes[2], seq_dim, head_dim, tensors[0].element_size()))
+        self.calls.append(
+            AttentionCall(name, shapes[0], shapes[1], shapes[2], seq_dim, head_dim, tensors[0].element_size())
+        )
 
 
 def _dry_run(model: nn.Module, found: Found, region: Region | None, inputs: Any) -> list[AttentionCall]:
@@ -176,7 +200,7 @@ def _dry_run(model: nn.Module, found: Found, region: Region | None, inputs: Any)
 
             stack.enter_context(bypass(model))
         stack.enter_context(record)
-        args = torch.utils._pytree.tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, inputs)
+        args = tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, inputs)
         if isinstance(args, Mapping):
             model(**args)
         else:

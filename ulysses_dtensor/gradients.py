@@ -52,6 +52,14 @@ def check_reducers(model: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any) -
                 "Give it a process group of all dp x sp ranks."
             )
         left = []
+    stepping = [
+        name for name, p in model.named_parameters() if any(p is q for q in left) and p._post_accumulate_grad_hooks
+    ]
+    if stepping:
+        problems.append(
+            f"parameter {stepping[0]} has a post-accumulate hook, which would see its gradient before it is averaged. "
+            "Step after the backward, or wrap the model in FSDP2 or DDP."
+        )
     foreign = _foreign_parameters(model, managed, args, kwargs)
     if foreign:
         problems.append(
@@ -61,6 +69,13 @@ def check_reducers(model: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any) -
     if problems:
         raise PlanError("UlyssesPlan: gradients would be wrong.\n  " + "\n  ".join(dict.fromkeys(problems)))
     return bool(left)
+
+
+def plain_state(model: nn.Module) -> list[torch.Tensor]:
+    """Returns the parameters and buffers of which every rank of a sequence group must hold the same values."""
+    managed, _ = _fsdp_managed(model, set())
+    state = (*model.parameters(), *model.buffers())
+    return [x for x in state if not isinstance(x, DTensor) and id(x) not in managed and x.device.type != "meta"]
 
 
 def reduce_at_end(model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:

@@ -63,7 +63,14 @@ class ParityReport:
 
     def __str__(self) -> str:
         rows = [
-            (kind, row.name, f"{row.error:.1e}", f"{row.control:.1e}", f"{row.tolerance:.0e}", "ok" if row.passed else "DIFFERS")
+            (
+                kind,
+                row.name,
+                f"{row.error:.1e}",
+                f"{row.control:.1e}",
+                f"{row.tolerance:.0e}",
+                "ok" if row.passed else "DIFFERS",
+            )
             for kind, group in (("output", self.outputs), ("gradient", self.gradients))
             for row in group
         ]
@@ -71,9 +78,7 @@ class ParityReport:
         return table(("", "tensor", "relative error", "one device twice", "tolerance", ""), rows, title=title)
 
 
-def check_parity(
-    model: nn.Module, inputs: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None
-) -> ParityReport:
+def check_parity(model: nn.Module, inputs: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> ParityReport:
     """Returns how a converted model's outputs and gradients differ from its own, run on one device, on real inputs.
 
     Runs the model bypassed twice (the second is the control) and parallel once, and puts gradients and buffers back as
@@ -92,7 +97,9 @@ def check_parity(
     region = next((found for module in model.modules() if (found := region_of(module)) is not None), None)
     if region is None:
         raise PlanError(f"check_parity: {type(model).__name__} is not converted. Call parallelize_module first.")
-    dropouts = [name for name, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p]
+    dropouts = [
+        name for name, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p
+    ]
     if dropouts:
         raise PlanError(
             f"check_parity: {dropouts[0]} drops at random (one of {len(dropouts)}), which is equal in distribution only. "

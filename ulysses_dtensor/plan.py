@@ -19,7 +19,7 @@ from ulysses_dtensor.errors import LayoutError, PlanError
 from ulysses_dtensor.layout import Layout, LayoutLike, as_layout
 from ulysses_dtensor.meshes import sequence_mesh
 from ulysses_dtensor.models import plain
-from ulysses_dtensor.region import Region, convert_ancestor, convert_beside, convert_block, region_of
+from ulysses_dtensor.region import Region, convert_ancestor, convert_attention, convert_beside, convert_block, region_of
 
 Outputs = Literal["replicate", "shard"]
 Check = Literal["always", "first"]
@@ -64,7 +64,9 @@ class UlyssesPlan(ParallelStyle):
             raise PlanError(f"UlyssesPlan: check={self.check!r} is neither 'always' nor 'first'.")
         for pattern, style in (self.attention or {}).items():
             if style != "sdpa" and not isinstance(style, UlyssesAttention):
-                raise PlanError(f"UlyssesPlan: attention[{pattern!r}]={style!r} is neither a UlyssesAttention nor 'sdpa'.")
+                raise PlanError(
+                    f"UlyssesPlan: attention[{pattern!r}]={style!r} is neither a UlyssesAttention nor 'sdpa'."
+                )
         self.input_layouts.update({name: as_layout(layout) for name, layout in (self.inputs or {}).items()})
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -89,6 +91,10 @@ class UlyssesPlan(ParallelStyle):
             if id(block) not in converted:
                 converted.add(id(block))
                 convert_block(block, region, name, tuple(found.attentions[inner] for inner in held))
+        for name, attention in found.attentions.items():
+            if id(attention) not in converted and not is_declared(attention):
+                converted.add(id(attention))
+                convert_attention(attention, region, name)
         for names, convert in ((found.beside, convert_beside), (found.ancestors, convert_ancestor)):
             for name in names:
                 other = module.get_submodule(name)
@@ -132,7 +138,9 @@ class UlyssesPlan(ParallelStyle):
     def _styles(self, model: nn.Module) -> dict[str, Any]:
         styles = {}
         for pattern, style in (self.attention or {}).items():
-            styles.update({name: style for name, _ in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)})
+            styles.update(
+                {name: style for name, _ in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)}
+            )
         return styles
 
     def _input_problems(self, model: nn.Module, mesh: Any, found: plain.Found) -> list[str]:
@@ -143,7 +151,9 @@ class UlyssesPlan(ParallelStyle):
         open_ended = any(p.kind is p.VAR_KEYWORD for names in parameters for p in names.values())
         for name, layout in self.input_layouts.items():
             if blocks and name not in known and not open_ended:
-                problems.append(f"inputs[{name!r}]: no block has such an argument, they have {', '.join(sorted(known))}.")
+                problems.append(
+                    f"inputs[{name!r}]: no block has such an argument, they have {', '.join(sorted(known))}."
+                )
             try:
                 layout.dims_of_mesh_axes(mesh, None if "..." in layout.names else len(layout.axes))
             except LayoutError as error:

@@ -35,6 +35,7 @@ class Region:
         self.signature, self.who = signature, who
         self.active = 0
         self.bypassed = 0
+        self.inside = 0
         self.agreed = False
         self.decisions: dict[Any, Decision | None] = {}
         self.on_backward: Callable[[], None] | None = None
@@ -42,18 +43,32 @@ class Region:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = Region(
-            self.mesh, outputs=self.outputs, check=self.check, inputs=self.inputs, signature=self.signature, who=self.who
+            self.mesh,
+            outputs=self.outputs,
+            check=self.check,
+            inputs=self.inputs,
+            signature=self.signature,
+            who=self.who,
         )
         copied.decisions = dict(self.decisions)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "active": 0, "bypassed": 0, "agreed": False, "on_backward": None}
+        return {**self.__dict__, "active": 0, "bypassed": 0, "inside": 0, "agreed": False, "on_backward": None}
 
     @property
     def ranks(self) -> int:
         """How many ranks share a sequence."""
         return self.mesh.size()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Marks that a block's code runs."""
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
 
     def is_short(self, seq_len: int) -> bool:
         """Whether some rank would hold no token; such a sequence runs whole on every rank."""
@@ -64,6 +79,11 @@ class Region:
 def convert_block(module: nn.Module, region: Region, name: str, attentions: tuple[nn.Module, ...]) -> None:
     """Makes `module` run on this rank's tokens: it takes whole tensors or shards and returns shards."""
     module.forward = partial(_block_forward, module, region, name, attentions, module.__dict__.get("forward"))
+
+
+def convert_attention(module: nn.Module, region: Region, name: str) -> None:
+    """Makes an attention inside a block refuse to be recomputed apart from its block."""
+    module.forward = partial(_attention_forward, module, region, name, module.__dict__.get("forward"))
 
 
 def convert_beside(module: nn.Module, region: Region, name: str) -> None:
@@ -81,7 +101,7 @@ def convert_ancestor(module: nn.Module, region: Region, name: str) -> None:
 def region_of(module: nn.Module) -> Region | None:
     """Returns the region that `module` was converted into, None when it was not."""
     forward = module.__dict__.get("forward")
-    if isinstance(forward, partial) and forward.func in (_block_forward, _beside_forward, _ancestor_forward):
+    if isinstance(forward, partial) and forward.func in _FORWARDS:
         return forward.args[1]
     return None
 
@@ -119,12 +139,17 @@ def _ancestor_forward(
     except PlanError as error:
         problem = error
     if region.ranks > 1 and (region.check == "always" or not region.agreed):
-        facts = (("the plan", region.signature), ("the module called", name), ("the exchanges so far", region.history))
+        facts = (
+            ("the plan", region.signature),
+            ("what is called, and how", _manner(module, name)),
+            ("the exchanges so far", region.history),
+            ("parameters and buffers", 0 if region.agreed else agreement.state_hash(gradients.plain_state(module))),
+        )
         agreement.agree(region.mesh, problem=problem, args=args, kwargs=kwargs, facts=facts, who=region.who)
         region.agreed = True
     elif problem is not None:
         raise problem
-    region.on_backward = gradients.reduce_at_end(module, region.mesh) if reduces else None
+    region.on_backward = (region.on_backward or gradients.reduce_at_end(module, region.mesh)) if reduces else None
     region.active += 1
     try:
         with Tail(region.mesh, region.on_backward):
@@ -132,6 +157,12 @@ def _ancestor_forward(
     finally:
         region.active -= 1
     return tree_map(lambda x: _out(x, region), result)
+
+
+def _manner(module: nn.Module, name: str) -> tuple[object, ...]:
+    """Returns what besides its inputs decides which collectives a call makes."""
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return (name, module.training, torch.is_grad_enabled(), *autocast)
 
 
 def _out(x: Any, region: Region) -> Any:
@@ -167,6 +198,18 @@ def _block_forward(
     if not any(is_shard_of(x, region.mesh) for x in leaves) and region.is_short(seq_len):
         return call(*args, **kwargs)
     return _run_local(call, module, region, name, found, leaves, spec, seq_len)
+
+
+def _attention_forward(
+    module: nn.Module, region: Region, name: str, original: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    call = _own(module, original)
+    if torch.compiler.is_compiling() or region.bypassed or region.inside or not gradients.in_backward():
+        return call(*args, **kwargs)
+    raise PlanError(
+        f"UlyssesPlan: {name} is recomputed apart from its block, so it cannot know the whole sequence. "
+        "Checkpoint whole blocks, not parts of them."
+    )
 
 
 def _beside_forward(
@@ -206,7 +249,9 @@ def _decide(
             "(torch.compiler.set_stance('force_eager')), so that its tokens can be proven to stay apart."
         )
     described = Call(module, leaves, spec, region.inputs, region.mesh)
-    stand_ins = [torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_shard_of(x, region.mesh) else x for x in leaves]
+    stand_ins = [
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_shard_of(x, region.mesh) else x for x in leaves
+    ]
     try:
         found: Decision | None = probe(
             call,
@@ -254,7 +299,7 @@ def _run_local(
     args, kwargs = tree_unflatten(local, spec)
     if not torch.compiler.is_compiling():
         region.history = agreement.roll(region.history, f"{name} {seq_len}")
-    with Inside(region.mesh.get_group(), seq_len):
+    with Inside(region.mesh.get_group(), seq_len), region.running():
         result = call(*args, **kwargs)
     outputs, out_spec = tree_flatten(result)
     spare = [p for key, p in module.named_parameters() if key in found.spare and not isinstance(p, DTensor)]
@@ -279,6 +324,9 @@ def _check_inputs(region: Region, args: Any, kwargs: Any) -> None:
                 "weight cannot take it, and positions would count from each shard's start. Pass the whole tensor on every "
                 "rank; the plan cuts it."
             )
+
+
+_FORWARDS = (_block_forward, _attention_forward, _beside_forward, _ancestor_forward)
 
 
 def _own(module: nn.Module, original: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -19,15 +18,82 @@ if TYPE_CHECKING:
 
 # Facts of the global tensor: answered by the DTensor itself.
 _FACTS = frozenset(
-    {"shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta"}
-    | {"size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "register_hook", "__len__"}
-    | {"output_nr", "_version", "names", "retain_grad", "stride", "get_device", "nbytes", "itemsize", "__repr__", "__hash__"}
-    | {"_backward_hooks", "is_sparse", "is_quantized", "is_nested", "grad", "retains_grad", "untyped_storage", "data_ptr"}
+    {
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "ndim",
+        "layout",
+        "is_leaf",
+        "grad_fn",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+    }
+    | {
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "register_hook",
+        "__len__",
+    }
+    | {
+        "output_nr",
+        "_version",
+        "names",
+        "retain_grad",
+        "stride",
+        "get_device",
+        "nbytes",
+        "itemsize",
+        "__repr__",
+        "__hash__",
+    }
+    | {
+        "_backward_hooks",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "grad",
+        "retains_grad",
+        "untyped_storage",
+        "data_ptr",
+    }
 )
 # Element by element: done on each rank's own tokens.
 _ELEMENTWISE = frozenset(
-    {"add", "sub", "mul", "div", "neg", "true_divide", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"}
-    | {"__truediv__", "__rtruediv__", "__neg__", "float", "double", "half", "bfloat16", "to", "type", "type_as", "clone"}
+    {
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "true_divide",
+        "__add__",
+        "__radd__",
+        "__sub__",
+        "__rsub__",
+        "__mul__",
+        "__rmul__",
+    }
+    | {
+        "__truediv__",
+        "__rtruediv__",
+        "__neg__",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "to",
+        "type",
+        "type_as",
+        "clone",
+    }
     | {"contiguous", "detach", "relu", "gelu", "silu", "tanh", "sigmoid", "exp", "square", "abs"}
 )
 

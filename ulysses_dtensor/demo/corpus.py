@@ -25,14 +25,20 @@ def read_corpus(path: Path | None, *, at_least: int) -> torch.Tensor:
     root = path or Path(sysconfig.get_paths()["stdlib"])
     if not root.exists():
         raise CorpusError(f"corpus: {root} does not exist.")
-    files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in (".py", ".txt", ".md") and p.is_file())
+    files = (
+        [root]
+        if root.is_file()
+        else sorted(p for p in root.rglob("*") if p.suffix in (".py", ".txt", ".md") and p.is_file())
+    )
     text = bytearray()
     for file in files:
         text += file.read_bytes()
         if len(text) >= max(at_least, 2**20):
             break
     if len(text) < at_least:
-        raise CorpusError(f"corpus: {root} has {len(text)} bytes of text, {at_least} are needed. Give more text, or shorter sequences.")
+        raise CorpusError(
+            f"corpus: {root} has {len(text)} bytes of text, {at_least} are needed. Give more text, or shorter sequences."
+        )
     return torch.frombuffer(text, dtype=torch.uint8).long()
 
 

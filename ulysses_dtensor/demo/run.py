@@ -42,9 +42,7 @@ class Options:
 def run_demo(options: Options, console: Console) -> int:
     """Returns the exit code: 0 when both runs agree, 1 when their numbers part or a rank failed, 130 after Ctrl-C."""
     corpus = read_corpus(options.corpus, at_least=options.seq_len + 2)
-    batches = draw_batches(
-        corpus, seq_len=options.seq_len, steps=options.steps, replicas=options.dp, seed=options.seed
-    )
+    batches = draw_batches(corpus, seq_len=options.seq_len, steps=options.steps, replicas=options.dp, seed=options.seed)
     settings = Settings(batches, options.dp, options.sp, options.seed)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _under_torchrun(settings, console)
@@ -58,7 +56,13 @@ def run_demo(options: Options, console: Console) -> int:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, console=console)
 
 
@@ -125,7 +129,9 @@ def _next_message(messages: Any, processes: list[Any]) -> tuple[int, str, Any]:
         except queue.Empty:
             for rank, process in enumerate(processes):
                 if process.exitcode not in (None, 0):
-                    raise RankFailed(f"rank {rank} of {len(processes)} ended with exit code {process.exitcode}.") from None
+                    raise RankFailed(
+                        f"rank {rank} of {len(processes)} ended with exit code {process.exitcode}."
+                    ) from None
 
 
 def _rank_main(rank: int, ranks: int, store: str, settings: Settings, messages: Any) -> None:
@@ -145,7 +151,9 @@ def _rank_main(rank: int, ranks: int, store: str, settings: Settings, messages: 
 
 def _verdict(single: list[Step], parallel: list[list[Step]], settings: Settings, console: Console) -> int:
     lead = parallel[0]
-    table = Table("step", "loss\none rank", "\nparallel", "\ndiffer", "gradient norm\none rank", "\nparallel", "\ndiffer")
+    table = Table(
+        "step", "loss\none rank", "\nparallel", "\ndiffer", "gradient norm\none rank", "\nparallel", "\ndiffer"
+    )
     worst = 0.0
     for number, (one, many) in enumerate(zip(single, lead, strict=True)):
         losses = abs(one.loss - many.loss) / abs(one.loss)
@@ -162,5 +170,7 @@ def _verdict(single: list[Step], parallel: list[list[Step]], settings: Settings,
     summary.add_row("bytes exchanged per step", "0", f"{exchanged:,}", "")
     console.print(summary)
     agree = worst <= TOLERANCE
-    console.print(f"largest relative difference: {worst:.1e} ({'equal to rounding' if agree else f'past {TOLERANCE:.0e}: the numbers part'})")
+    console.print(
+        f"largest relative difference: {worst:.1e} ({'equal to rounding' if agree else f'past {TOLERANCE:.0e}: the numbers part'})"
+    )
     return 0 if agree else 1

@@ -89,12 +89,14 @@ def _make_model(settings: Settings) -> Decoder:
     return Decoder().double()  # float64, so that whatever differs is an error and not rounding
 
 
-def _train(model: nn.Module, settings: Settings, replicas: range | list[int], report: Callable[[Step], None]) -> list[Step]:
+def _train(
+    model: nn.Module, settings: Settings, replicas: range | list[int], report: Callable[[Step], None]
+) -> list[Step]:
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
     steps = []
     for batches in settings.batches:
-        losses = []
+        losses, kept = [], 0
         activations = Activations()
         with count_collectives() as count:
             for replica in replicas:

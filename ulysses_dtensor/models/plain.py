@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 _SDPA = "scaled_dot_product_attention"
+_MAX_FUNCTIONS = 300
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # What wraps one module without being it: activation checkpointing's wrapper, torch.compile's.
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -63,35 +64,43 @@ def calls_sdpa(module: nn.Module) -> bool:
         return False
     instance = module.__dict__.get("forward")
     start = [forward] if instance is None else [forward, instance]
-    return any(_reaches_sdpa(function, type(module)) for function in start)
+    return any(_reaches_sdpa(function, module) for function in start)
 
 
-def _reaches_sdpa(function: Any, owner: type) -> bool:
+def _reaches_sdpa(function: Any, module: nn.Module) -> bool:
     pending, seen = [function], set()
     while pending:
         current = _plain_function(pending.pop())
-        if current is None or current in seen or len(seen) > 300:
+        if current is None or current in seen or len(seen) > _MAX_FUNCTIONS:
             continue
         seen.add(current)
-        for code in _codes(current.__code__):
-            for name in code.co_names:
-                if name == _SDPA:
-                    return True
-                target = current.__globals__.get(name, getattr(owner, name, None) if name != "forward" else None)
-                if isinstance(target, (FunctionType, functools.partial)) and not _is_torch(target):
-                    pending.append(target)
-        for cell in current.__closure__ or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # an empty cell
-                continue
-            if isinstance(content, FunctionType) and not _is_torch(content):
-                pending.append(content)
-            elif getattr(content, "__name__", "") == _SDPA:
-                return True
-        if any(getattr(current.__globals__.get(name), "__name__", "") == _SDPA for code in _codes(current.__code__) for name in code.co_names):
+        names = {name for code in _codes(current.__code__) for name in code.co_names}
+        if _SDPA in names:
             return True
+        for target in (*_named_targets(current, names, module), *_cell_contents(current)):
+            if getattr(target, "__name__", "") == _SDPA:
+                return True
+            if isinstance(target, (FunctionType, functools.partial)) and not _is_torch(target):
+                pending.append(target)
     return False
+
+
+def _named_targets(function: FunctionType, names: set[str], module: nn.Module) -> Iterator[Any]:
+    """Yields what the names in a function's code stand for: globals, the module's methods and attributes, parents' forwards."""
+    for name in names - {"forward"}:
+        yield function.__globals__.get(name)
+        yield getattr(type(module), name, None)
+        yield module.__dict__.get(name)
+    if {"super", "forward"} <= names:
+        yield from (base.__dict__["forward"] for base in type(module).__mro__ if "forward" in base.__dict__)
+
+
+def _cell_contents(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
 
 
 def _plain_function(function: Any) -> FunctionType | None:
@@ -157,5 +166,3 @@ def _beside(model: nn.Module, name: str, blocks: set[str], ancestors: set[str]) 
             yield full
         else:
             yield from _beside(model, full, blocks, ancestors)
-
-

@@ -1,0 +1,283 @@
+"""One guess of which arguments of a module are per token, judged by running it on a few tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.stub import AttentionStub
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_LOW_PRECISION_TOLERANCE = 5e-2
+Dims = dict[int, int]
+"""Leaf number to the dim of its tokens."""
+
+Verdict = tuple[tuple[int | None, ...], int]
+"""The token dim of each output leaf, and how many attention calls there were."""
+
+
+class Rejected(Exception):
+    """One trial failed; `weight` ranks how much its message tells."""
+
+    def __init__(self, weight: int, message: str) -> None:
+        super().__init__(message)
+        self.weight = weight
+
+
+@dataclass
+class _Run:
+    outputs: list[Any]
+    spec: TreeSpec
+    flags: list[tuple[Any, ...]]
+    lengths: set[int]
+    buffers: dict[str, torch.Tensor]
+
+
+class Trial:
+    """One guess of which leaves are per token at which dim, judged on a few tokens."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        leaves: Sequence[Any],
+        spec: TreeSpec,
+        hidden: Dims,
+        sliced: Dims,
+        seq_len: int,
+        attentions: tuple[nn.Module, ...],
+    ) -> None:
+        self.call, self.module, self.leaves, self.spec = call, module, leaves, spec
+        self.hidden, self.sliced, self.seq_len, self.attentions = hidden, sliced, seq_len, attentions
+        sizes = {size for x in leaves if isinstance(x, torch.Tensor) for size in x.shape} | {seq_len}
+        sizes |= {size for p in module.parameters() for size in p.shape}
+        self.tokens = next(n for n in itertools.count(11) if n not in sizes)
+        self.some = next(n for n in itertools.chain((5, 6, 7, 4, 3), itertools.count(8)) if n not in sizes)
+        self.tokens = max(self.tokens, next(n for n in itertools.count(self.some + 6) if n not in sizes))
+
+    def without(self, leaf: int) -> Trial:
+        """Returns the same trial with one leaf left whole."""
+        sliced = {at: dim for at, dim in self.sliced.items() if at != leaf}
+        return Trial(self.call, self.module, self.leaves, self.spec, self.hidden, sliced, self.seq_len, self.attentions)
+
+    def verdict(self, trouble: list[Rejected]) -> Verdict | None:
+        """Returns the outputs' token dims and the number of attention calls, or None, with the reason in `trouble`."""
+        try:
+            return self.judge()
+        except Rejected as rejected:
+            trouble.append(rejected)
+            return None
+
+    def judge(self) -> Verdict:
+        everything = list(range(self.tokens))
+        some = [(2 + 3 * i) % self.tokens for i in range(self.some)]
+        if len(set(some)) != len(some):
+            some = everything[1 : 1 + self.some]
+        whole = self.run(everything, plain_errors=False)
+        if self.attentions and not whole.flags:
+            raise Rejected(5, self._silent_attention())
+        if whole.lengths - {self.tokens}:
+            raise Rejected(
+                3,
+                f"its attention saw {sorted(whole.lengths)} tokens where {self.tokens} were given: the dim of the tokens is "
+                "another one, or they are regrouped (windows). Declare the layout with UlyssesPlan(inputs=...)",
+            )
+        part = self.run(some, plain_errors=True)
+        dims = self._output_dims(whole, part, len(some))
+        self._compare(whole, part, some, dims, "a slice of its tokens")
+        for single in ([self.tokens // 2], [self.tokens - 1]):
+            self._compare(whole, self.run(single, plain_errors=True), single, dims, "a single token")
+        self._check_tables(everything, dims)
+        tainted = [1, self.tokens // 2 + 1, self.tokens - 2]
+        self._compare_taint(whole, self.run(everything, plain_errors=True, tainted=tainted), tainted, dims)
+        return dims, len(whole.flags)
+
+    def _check_tables(self, everything: list[int], dims: tuple[int | None, ...]) -> None:
+        """A leaf longer than the sequence may be cut only if the module itself reads no more than its first entries."""
+        longer = [leaf for leaf, dim in self.sliced.items() if self.leaves[leaf].shape[dim] > self.seq_len]
+        if not longer:
+            return
+        first = self.run(everything, plain_errors=True, consecutive=True)
+        whole = self.run(everything, plain_errors=True, consecutive=True, uncut=longer)
+        for a, b in zip(first.outputs, whole.outputs, strict=True):
+            if isinstance(a, torch.Tensor) and not _close(a, b):
+                raise Rejected(4, "an argument longer than the sequence is used beyond its first entries")
+
+    def run(
+        self,
+        at: list[int],
+        *,
+        plain_errors: bool,
+        tainted: Sequence[int] = (),
+        gradients: bool = False,
+        consecutive: bool = False,
+        uncut: Sequence[int] = (),
+    ) -> _Run:
+        leaves = list(self.leaves)
+        for leaf, dim in self.hidden.items():
+            leaves[leaf] = self._values(leaves[leaf], dim, tainted).index_select(dim, self._index(at, leaves[leaf]))
+        for leaf, dim in self.sliced.items():
+            if leaf in uncut:
+                continue
+            size = leaves[leaf].shape[dim]
+            spread = [min(size - 1, i) if consecutive else i * self.seq_len // self.tokens for i in at]
+            leaves[leaf] = leaves[leaf].detach().index_select(dim, self._index(spread, leaves[leaf]))
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        before = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        stub = AttentionStub()
+        try:
+            with torch.set_grad_enabled(gradients), _unchanged_random_state(), _without_global_hooks(), stub:
+                result = self.call(*args, **kwargs)
+        except PlanError as error:
+            raise Rejected(6, str(error)) from error
+        except Exception as error:
+            weight = 4 if plain_errors else 2
+            raise Rejected(weight, f"it failed on {len(at)} tokens: {type(error).__name__}: {error}") from error
+        finally:
+            written = {}
+            for name, buffer in self.module.named_buffers():
+                if name in before and not _same(buffer, before[name]):
+                    written[name] = buffer.detach().clone()
+                    with torch.no_grad():
+                        buffer.copy_(before[name])
+        outputs, spec = tree_flatten(result)
+        return _Run(outputs, spec, stub.flags, stub.lengths, written)
+
+    def spare_parameters(self) -> tuple[str, ...]:
+        """Returns the trainable parameters that the output for a single token does not depend on."""
+        trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if not trainable:
+            return ()
+        # Under activation checkpointing the probe's saved tensors must not count as the forward's.
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            run = self.run([self.tokens // 2], plain_errors=True, gradients=True)
+        reached: set[int] = set()
+        pending = [x.grad_fn for x in run.outputs if isinstance(x, torch.Tensor)]
+        seen = set()
+        while pending:
+            node = pending.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                reached.add(id(getattr(node, "variable", None)))
+                pending.extend(following for following, _ in node.next_functions)
+        return tuple(name for name, p in trainable.items() if id(p) not in reached)
+
+    def _values(self, like: torch.Tensor, dim: int, tainted: Sequence[int]) -> torch.Tensor:
+        shape = list(like.shape)
+        shape[dim] = self.tokens
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(shape, generator=generator, dtype=torch.float64).to(like.dtype)
+        if tainted:
+            values.index_fill_(dim, torch.tensor(tainted), float("nan"))
+        return values.to(like.device)
+
+    def _index(self, at: list[int], like: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(at, device=like.device)
+
+    def _silent_attention(self) -> str:
+        names = ", ".join(sorted({type(attention).__name__ for attention in self.attentions}))
+        return (
+            f"its attention ({names}) did not run: forward never reached scaled_dot_product_attention. If it computes "
+            "attention by other means, route it through F.scaled_dot_product_attention or declare it with "
+            "UlyssesPlan(attention=...)"
+        )
+
+    def _output_dims(self, whole: _Run, part: _Run, some: int) -> tuple[int | None, ...]:
+        if whole.spec != part.spec:
+            raise Rejected(4, "its result has another structure for fewer tokens")
+        dims: list[int | None] = []
+        for a, b in zip(whole.outputs, part.outputs, strict=True):
+            if not isinstance(a, torch.Tensor):
+                if a is not None and not isinstance(a, (bool, int, float, str, torch.dtype, torch.device)):
+                    raise Rejected(4, f"its result holds a {type(a).__name__}, which cannot be looked into")
+                dims.append(None)
+                continue
+            pairs = list(zip(a.shape, b.shape, strict=False))
+            changed = [dim for dim, (m, n) in enumerate(pairs) if m != n]
+            if a.ndim != b.ndim or len(changed) > 1 or (changed and pairs[changed[0]] != (self.tokens, some)):
+                raise Rejected(
+                    4,
+                    f"an output is {tuple(a.shape)} for {self.tokens} tokens and {tuple(b.shape)} for {some}: not per token",
+                )
+            dims.append(changed[0] if changed else None)
+        return tuple(dims)
+
+    def _compare(self, whole: _Run, part: _Run, at: list[int], dims: tuple[int | None, ...], what: str) -> None:
+        if whole.flags != part.flags:
+            raise Rejected(
+                6,
+                f"its attention was called with other arguments for {what}: {_first_difference(part.flags, whole.flags)}. "
+                "An attention's flags must not depend on how many tokens a rank holds",
+            )
+        for name in whole.buffers.keys() | part.buffers.keys():
+            if not _close(whole.buffers.get(name), part.buffers.get(name)):
+                raise Rejected(6, f"it writes the buffer {name!r} from the tokens at hand, which differ between ranks")
+        for a, b, dim in zip(whole.outputs, part.outputs, dims, strict=True):
+            if not isinstance(a, torch.Tensor):
+                if a != b:
+                    raise Rejected(4, f"it returns {a!r} for all tokens and {b!r} for {what}")
+                continue
+            expected = a if dim is None else a.index_select(dim, self._index(at, a))
+            if not _close(expected, b):
+                kind = "a value computed from its tokens" if dim is None else f"another result for {what}"
+                raise Rejected(5, f"it mixes tokens outside attention, or counts positions from zero: it gives {kind}")
+
+    def _compare_taint(self, whole: _Run, tainted: _Run, at: list[int], dims: tuple[int | None, ...]) -> None:
+        others = [i for i in range(self.tokens) if i not in at]
+        for a, b, dim in zip(whole.outputs, tainted.outputs, dims, strict=True):
+            if isinstance(a, torch.Tensor):
+                clean, dirty = (a, b) if dim is None else (x.index_select(dim, self._index(others, x)) for x in (a, b))
+                if not _close(clean, dirty):
+                    raise Rejected(5, "it mixes tokens outside attention: NaN in some tokens reached others")
+
+
+def _unchanged_random_state() -> Any:
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else [])
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Hides hooks on all modules (profilers, trackers): they would count the probe as the model's own forward."""
+    # Private; torch has no switch for them. If torch moves them, tests/test_probe.py says so first.
+    hooks = [
+        getattr(nn.modules.module, f"_global_{name}_hooks")
+        for name in ("backward_pre", "backward", "forward_pre", "forward")
+    ]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, saved in zip(hooks, kept, strict=True):
+            each.update(saved)
+
+
+def _first_difference(a: list[Any], b: list[Any]) -> str:
+    for x, y in itertools.zip_longest(a, b):
+        if x != y:
+            return f"{x} for {y}"
+    return ""
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+
+
+def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return a is b
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    low = torch.is_autocast_enabled(a.device.type)
+    tolerance = _LOW_PRECISION_TOLERANCE if low else _TOLERANCE.get(a.dtype, _LOW_PRECISION_TOLERANCE)
+    scale = torch.nan_to_num(a).abs().max() if a.numel() else a.new_ones(())
+    return torch.allclose(a, b, rtol=0, atol=tolerance * float(scale), equal_nan=True)
