@@ -8,16 +8,15 @@ from ulysses_dtensor.testing import shapes
 
 @st.composite
 def moves(draw: st.DrawFn, ranks: int) -> tuple[tuple[int, ...], list[Box], list[Box]]:
-    """Draws a global shape, what each rank has of it (slabs along one dim) and what each wants (any boxes)."""
+    """Draws a global shape, what each rank has of it (boxes that make up the whole) and what each wants (any boxes)."""
     whole = draw(shapes(3, max_size=5))
-    dim = draw(st.integers(0, 2))
-    cuts = sorted(draw(st.lists(st.integers(0, whole[dim]), min_size=ranks - 1, max_size=ranks - 1)))
-    edges = [0, *cuts, whole[dim]]
-    have: list[Box] = [
-        tuple((edges[rank], edges[rank + 1]) if at == dim else (0, size) for at, size in enumerate(whole))
-        for rank in range(ranks)
-    ]
-    return whole, have, [tuple(draw(_bounds(size)) for size in whole) for _ in range(ranks)]
+    have: list[Box] = [tuple((0, size) for size in whole)]
+    while len(have) < ranks:
+        box = have.pop(draw(st.integers(0, len(have) - 1)))
+        dim = draw(st.integers(0, 2))
+        at = draw(st.integers(*box[dim]))
+        have += [(*box[:dim], part, *box[dim + 1 :]) for part in ((box[dim][0], at), (at, box[dim][1]))]
+    return whole, draw(st.permutations(have)), [tuple(draw(_bounds(size)) for size in whole) for _ in range(ranks)]
 
 
 def inside(box: Box) -> tuple[slice, ...]:

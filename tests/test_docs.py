@@ -58,11 +58,24 @@ def test_docstrings_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_example_runs_and_is_short(path: Path) -> None:
+def test_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 100
+
+
+def run_layouts(source: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    path = directory / "layouts.py"
+    path.write_text(source)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_layouts_example_runs_and_fails_when_a_value_is_wrong(tmp_path: Path) -> None:
+    source = (ROOT / "examples" / "layouts.py").read_text()
+    done = run_layouts(source, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+    done = run_layouts(source.replace("(1, 5 - rank, 5, 4)", "(1, 4 + rank, 5, 4)"), tmp_path)
+    assert done.returncode != 0
+    assert "wrong: 9 tokens are held as 5 and 4" in done.stderr
 
 
 def test_the_notation_page_is_not_empty() -> None:

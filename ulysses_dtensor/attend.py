@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def attend(
     if ranks == 1:
         return call(query, key, value, heads_of(num_heads, num_kv_heads, 1, 0))
     wholes = tuple(_with(tuple(x.shape), seq_dim, seq_len) for x in (query, key, value))
-    inward = _routes_in(wholes, seq_dim, head_dim, ranks, rank)
+    inward = _uncached(_routes_in)(wholes, seq_dim, head_dim, ranks, rank)
     query, key, value = exchange((query, key, value), inward, group)
     heads = heads_of(num_heads, num_kv_heads, ranks, rank)
     if heads.num_query:
@@ -71,7 +71,8 @@ def attend(
             f"tokens), not {expected}. The attention must return its query's layout and read head counts from its inputs."
         )
     whole_out = (*wholes[0][:-1], out.shape[-1])
-    (out,) = exchange((out,), (_route_out(whole_out, seq_dim, head_dim, ranks, rank),), group)
+    outward = _uncached(_route_out)(whole_out, seq_dim, head_dim, ranks, rank)
+    (out,) = exchange((out,), (outward,), group)
     return out
 
 
@@ -138,6 +139,11 @@ def _route_out(whole: Shape, seq_dim: int, head_dim: int, ranks: int, rank: int)
         [_cut(whole, dim, chunk(0, whole[dim], ranks, peer)) for peer in range(ranks)] for dim in (head_dim, seq_dim)
     )
     return route(have, want, rank)
+
+
+def _uncached(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what `lru_cache` wraps while torch.compile traces, which looks through the cache and warns of it."""
+    return function.__wrapped__ if torch.compiler.is_compiling() else function  # type: ignore[attr-defined] - lru_cache's
 
 
 def _cut(whole: Shape, dim: int, bounds: tuple[int, int]) -> Box:

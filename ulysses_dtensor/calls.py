@@ -66,8 +66,9 @@ def hidden_options(call: Call) -> list[dict[int, int]]:
     return options
 
 
-def call_key(name: str, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def call_key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """Returns what two calls share for which the probe's decision is the same. Can be traced by torch.compile."""
+    training = tuple(part.training for part in module.modules())
     parts = [(argument, tree_flatten(value)[0]) for argument, value in (*enumerate(args), *kwargs.items())]
     tensors = [x for _, leaves in parts for x in leaves if isinstance(x, torch.Tensor)]
     floating = [x for x in tensors if x.is_floating_point() and x.ndim >= 2]
@@ -79,8 +80,8 @@ def _kind(x: Any, reference: tuple[int, ...]) -> Hashable:
     if isinstance(x, torch.Tensor):
         relations = tuple((bool(size == other), bool(size > other)) for size in x.shape for other in reference)
         return (isinstance(x, DTensor), x.ndim, x.dtype, relations)
-    if x is None or isinstance(x, (bool, str)):
-        return x
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return (type(x).__name__, x)
     return type(x).__name__
 
 

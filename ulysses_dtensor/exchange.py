@@ -128,19 +128,17 @@ def _unpack(received: torch.Tensor, routes: list[Route], *, add: bool) -> list[t
 
 
 def _lands_in_order(route: Route) -> bool:
-    """Whether the pieces, one after the other, are the output in memory order, so that no copy is needed."""
+    """Whether the pieces, one after the other, are the output in memory order, so that no copy is needed.
+
+    They are when each takes up along the first dim that it does not fill where the one before it ended, and all dims
+    outside that one have size one. Pieces make up the output, so that one cut in two dims has a neighbour that fails.
+    """
     at = 0
-    outer = None
     for box in route.receives:
         if not volume(box):
             continue
-        split = [
-            dim for dim, (bounds, size) in enumerate(zip(box, route.out_shape, strict=True)) if bounds != (0, size)
-        ]
-        if len(split) > 1 or (split and outer not in (None, split[0])):
-            return False
-        if split:
-            outer = split[0]
+        outer = next((dim for dim, size in enumerate(route.out_shape) if box[dim] != (0, size)), None)
+        if outer is not None:
             if any(size != 1 for size in route.out_shape[:outer]) or box[outer][0] != at:
                 return False
             at = box[outer][1]

@@ -29,6 +29,18 @@ if TYPE_CHECKING:
     from ulysses_dtensor.plan import UlyssesPlan
 
 
+_COLUMNS = (
+    "module",
+    "what",
+    "layout in",
+    "layout out",
+    "heads per rank (kv)",
+    "bytes sent in",
+    "bytes sent out",
+    "found",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """One call of attention in a dry run: global shapes with the dims of tokens and heads."""
@@ -53,43 +65,39 @@ class Explanation:
     calls: tuple[AttentionCall, ...]
     decisions: dict[str, Decision | None]
     ran: bool
+    agreement_seconds: float | None
 
     def __str__(self) -> str:
-        rows = []
+        cut = f"tokens cut by {self.mesh_axis}"
+        rows: list[tuple[str, ...]] = []
         for block, attentions in self.found.blocks.items():
-            rows.append((block, "block", "tokens", "tokens", "", "", self._certificate(block)))
-            for name in attentions or ():
+            rows.append((block, "block", cut, cut, "", "", "", self._certificate(block)))
+            for name in attentions:
                 calls = [call for call in self.calls if call.module == name] or [None]
                 rows += [(name, "attention", *self._attention(call)) for call in calls]
-        for name in self.found.beside:
-            rows.append((name, "beside", "as it comes", "as it comes", "", "", self._certificate(name)))
+        rows += [
+            (name, "beside", "as it comes", "as it comes", *[""] * 3, self._beside(name)) for name in self.found.beside
+        ]
         for name in self.found.ancestors:
             rows.append(
                 (
                     name or "(the model)",
                     "holds blocks",
                     "whole",
-                    "see outputs",
-                    "",
-                    "",
-                    "left alone but for its entrance and exit",
+                    f"whole, or {cut}",
+                    *[""] * 3,
+                    "its own code runs as it is",
                 )
             )
-        columns = (
-            "module",
-            "what",
-            "layout in",
-            "layout out",
-            "heads per rank (kv)",
-            "bytes sent per rank: in, out",
-            "found",
-        )
-        return table(columns, rows, title=f"{self.model} on {self.mesh_axis}={self.ranks}")
+        title = f"{self.model} on {self.mesh_axis}={self.ranks}"
+        if self.agreement_seconds is not None:
+            title += f"; the ranks agreed in {self.agreement_seconds * 1000:.1f} ms before the last forward"
+        return table(_COLUMNS, rows, title=title)
 
     def _attention(self, call: AttentionCall | None) -> tuple[str, ...]:
         if call is None:
             note = "not called in the dry run" if self.ran else "pass example_inputs to see sizes"
-            return ("sequence cut", "heads cut", "", "", note)
+            return ("sequence cut", "heads cut", "", "", "", note)
         ndim = len(call.query)
         seq_dim, head_dim = call.seq_dim % ndim, call.head_dim % ndim
         names = {seq_dim: "s", head_dim: "h", ndim - 1: "d"}
@@ -105,10 +113,13 @@ class Explanation:
         for rank in range(self.ranks):
             into, out = routes_of(call.query, call.key, call.value, seq_dim, head_dim, self.ranks, rank)
             sent.append((sum(route.elements_sent for route in into) * call.itemsize, out.elements_sent * call.itemsize))
-        figures = ", ".join(f"{max(column):,}" for column in zip(*sent, strict=True))
+        figures = [f"{max(column):,}" for column in zip(*sent, strict=True)]
         idle = sum(each.num_query == 0 for each in heads)
         note = f"{call.query[head_dim]} query, {call.key[head_dim]} kv heads" + (f"; {idle} ranks idle" if idle else "")
-        return (held[0], held[1], shown, figures, note)
+        return (held[0], held[1], shown, *figures, note)
+
+    def _beside(self, name: str) -> str:
+        return self._certificate(name) if name in self.decisions else "left alone unless a block's output reaches it"
 
     def _certificate(self, name: str) -> str:
         if name not in self.decisions:
@@ -152,7 +163,14 @@ def explain(
         raise PlanError(f"explain: UlyssesPlan on {type(model).__name__}:\n  " + "\n  ".join(problems))
     calls = () if example_inputs is None else tuple(_dry_run(model, found, region, example_inputs))
     explanation = Explanation(
-        type(model).__name__, sizes[0][0], sizes[0][1], found, calls, _decisions(region), example_inputs is not None
+        type(model).__name__,
+        sizes[0][0],
+        sizes[0][1],
+        found,
+        calls,
+        _decisions(region),
+        example_inputs is not None,
+        None if region is None else region.agreement_seconds,
     )
     print(explanation)
     return explanation

@@ -2,7 +2,8 @@
 
 The module runs with attention replaced by a stub that looks at each token alone, and dropout off. *Slice test*: the
 output for some of the tokens equals the output when only those tokens are given. *NaN taint*: NaN in three tokens
-reaches no other token. Arguments are tried whole first, then cut at each dim that is long enough.
+reaches no other token. Arguments are tried whole first, then cut at each dim that is long enough. Constant parameters
+and arguments get telling values first, and what the module writes elsewhere than in its result is compared too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec
 
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.telling import telling, telling_parameters
 from ulysses_dtensor.trial import Dims, Rejected, Trial, Verdict
 
 _MAX_TRIALS = 256
@@ -73,17 +75,19 @@ def probe(
     """
     started = time.perf_counter()
     trouble: list[Rejected] = []
-    for hidden in options:
-        length = seq_len(hidden)
-        for sliced in _guesses(leaves, hidden, length, fixed):
-            trial = Trial(call, module, leaves, spec, hidden, sliced, length, tuple(attentions))
-            verdict = trial.verdict(trouble)
-            if verdict is None:
-                continue
-            trial, verdict = _with_fewest_cuts(trial, verdict, fixed)
-            outputs, calls = verdict
-            cuts, spare = tuple(trial.sliced.items()), trial.spare_parameters()
-            return Decision(tuple(hidden.items()), cuts, outputs, calls, spare, time.perf_counter() - started)
+    with torch.inference_mode(False), telling_parameters(module):
+        leaves = [telling(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        for hidden in options:
+            length = seq_len(hidden)
+            for sliced in _guesses(leaves, hidden, length, fixed):
+                trial = Trial(call, module, leaves, spec, hidden, sliced, length, tuple(attentions))
+                verdict = trial.verdict(trouble)
+                if verdict is None:
+                    continue
+                trial, verdict = _with_fewest_cuts(trial, verdict, fixed)
+                outputs, calls = verdict
+                cuts, spare = tuple(trial.sliced.items()), trial.spare_parameters()
+                return Decision(tuple(hidden.items()), cuts, outputs, calls, spare, time.perf_counter() - started)
     reason = str(max(trouble, key=lambda rejected: rejected.weight)) if trouble else "no argument could hold tokens"
     raise Mixes(f"{who}: {reason}.")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +20,7 @@ from ulysses_dtensor.calls import Call, call_key, hidden_options
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.inside import Inside
 from ulysses_dtensor.layout import Layout
+from ulysses_dtensor.leftovers import tensors_in
 from ulysses_dtensor.probe import Decision, Mixes, probe
 from ulysses_dtensor.tail import Tail
 
@@ -37,6 +40,7 @@ class Region:
         self.bypassed = 0
         self.inside = 0
         self.agreed = False
+        self.agreement_seconds: float | None = None
         self.decisions: dict[Any, Decision | None] = {}
         self.on_backward: Callable[[], None] | None = None
         self.history = ""
@@ -145,8 +149,9 @@ def _ancestor_forward(
             ("the exchanges so far", region.history),
             ("parameters and buffers", 0 if region.agreed else agreement.state_hash(gradients.plain_state(module))),
         )
+        started = time.perf_counter()
         agreement.agree(region.mesh, problem=problem, args=args, kwargs=kwargs, facts=facts, who=region.who)
-        region.agreed = True
+        region.agreed, region.agreement_seconds = True, time.perf_counter() - started
     elif problem is not None:
         raise problem
     region.on_backward = (region.on_backward or gradients.reduce_at_end(module, region.mesh)) if reduces else None
@@ -166,9 +171,18 @@ def _manner(module: nn.Module, name: str) -> tuple[object, ...]:
 
 
 def _out(x: Any, region: Region) -> Any:
-    if not is_shard_of(x, region.mesh):
-        return x
-    return leave(x, region.on_backward) if region.outputs == "replicate" else scaled(x, region.on_backward)
+    if is_shard_of(x, region.mesh):
+        return leave(x, region.on_backward) if region.outputs == "replicate" else scaled(x, region.on_backward)
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):  # a result that torch cannot look into
+        for part in dataclasses.fields(x):
+            value = getattr(x, part.name, None)
+            object.__setattr__(x, part.name, tree_map(lambda each: _out(each, region), value))
+    elif any(is_shard_of(held, region.mesh) for held in tensors_in(x)):
+        raise PlanError(
+            f"{region.who}: forward returns a {type(x).__name__} that holds a hidden state in shards. "
+            "Return tensors, tuples, lists, dictionaries or dataclasses of them."
+        )
+    return x
 
 
 def _block_forward(
@@ -190,13 +204,13 @@ def _block_forward(
                 f"UlyssesPlan: block {name} was called by itself. Call the converted model, or run the block under bypass."
             )
         if all(region.is_short(seq_len) for seq_len in _possible_lengths(module, region, leaves, spec)):
-            return call(*args, **kwargs)
+            return _run_whole(call, region, args, kwargs)
     found = _decide(call, module, region, name, leaves, spec, attentions)
     assert found is not None  # a block that mixes raised
     hidden = dict(found.hidden)
     seq_len = next(leaves[at].shape[dim] for at, dim in hidden.items())
     if not any(is_shard_of(x, region.mesh) for x in leaves) and region.is_short(seq_len):
-        return call(*args, **kwargs)
+        return _run_whole(call, region, args, kwargs)
     return _run_local(call, module, region, name, found, leaves, spec, seq_len)
 
 
@@ -224,8 +238,18 @@ def _beside_forward(
     found = _decide(call, module, region, name, leaves, spec, None)
     if found is None:
         leaves = [leave(x, region.on_backward) if is_shard_of(x, region.mesh) else x for x in leaves]
+        versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]
         args, kwargs = tree_unflatten(leaves, spec)
-        return call(*args, **kwargs)
+        result = call(*args, **kwargs)
+        after = tree_flatten((args, kwargs))[0]
+        if len(after) != len(leaves) or any(
+            a is not b or (isinstance(a, torch.Tensor) and not a.is_inference() and a._version != version)
+            for a, b, version in zip(after, leaves, versions, strict=True)
+        ):
+            raise PlanError(
+                f"UlyssesPlan: {name} changes what it is given in place, where it is held in shards. Write it out of place."
+            )
+        return result
     seq_len = next(leaves[at].shape[dim] for at, dim in found.hidden)
     return _run_local(call, module, region, name, found, leaves, spec, seq_len)
 
@@ -240,7 +264,7 @@ def _decide(
     attentions: tuple[nn.Module, ...] | None,
 ) -> Decision | None:
     """Returns the probe's decision on a call like this one, made at the first; None: a module beside the blocks mixes."""
-    key = call_key(name, module.training, *tree_unflatten(leaves, spec))
+    key = call_key(name, module, *tree_unflatten(leaves, spec))
     if key in region.decisions:
         return region.decisions[key]
     if torch.compiler.is_compiling():
@@ -307,6 +331,11 @@ def _run_local(
         if dim is not None:
             outputs[at] = shard(gradients.tie(x, spare), region.mesh, dim, seq_len)
     return tree_unflatten(outputs, out_spec)
+
+
+def _run_whole(call: Callable[..., Any], region: Region, args: Any, kwargs: Any) -> Any:
+    with region.running():
+        return call(*args, **kwargs)
 
 
 def _check_inputs(region: Region, args: Any, kwargs: Any) -> None:

@@ -115,6 +115,11 @@ class Tail(TorchFunctionMode):
             return func(*args, **kwargs)
         name = _name(func)
         held = [x for x in _tensors((args, kwargs)) if is_shard_of(x, self.mesh)]
+        if held and name == "register_hook" and not _is_torchs(args[1:], kwargs):
+            raise PlanError(
+                "UlyssesPlan: register_hook on a hidden state between the blocks, where it is held in shards: the hook would "
+                "see a shard's gradient. Hook the model's inputs or outputs."
+            )
         if not held or name in _FACTS or _is_identity(name, args):
             return func(*args, **kwargs)
         if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or kwargs.get("out") is not None:
@@ -151,6 +156,12 @@ class Tail(TorchFunctionMode):
 
 
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"})
+
+
+def _is_torchs(args: Any, kwargs: Any) -> bool:
+    """Whether the hook to register is one of torch's own, as FSDP2 registers to know that a backward begins."""
+    hook = next(iter((*args, *kwargs.values())), None)
+    return (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith("torch.")
 
 
 def _is_identity(name: str, args: Any) -> bool:

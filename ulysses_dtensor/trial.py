@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.leftovers import Watch, tensors_in
 from ulysses_dtensor.stub import AttentionStub
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-_LOW_PRECISION_TOLERANCE = 5e-2
+_LOW_PRECISION_TOLERANCE, _LOW_PRECISION_MEAN_TOLERANCE = 5e-2, 1e-2  # the second sees positions of a usual size
 Dims = dict[int, int]
 """Leaf number to the dim of its tokens."""
 
@@ -39,6 +41,8 @@ class _Run:
     flags: list[tuple[Any, ...]]
     lengths: set[int]
     buffers: dict[str, torch.Tensor]
+    attributes: dict[str, Any]
+    hidden: dict[int, torch.Tensor]
 
 
 class Trial:
@@ -82,6 +86,9 @@ class Trial:
         if len(set(some)) != len(some):
             some = everything[1 : 1 + self.some]
         whole = self.run(everything, plain_errors=False)
+        floating = [x for x in whole.outputs if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()]
+        if floating and all(x.isnan().all() for x in floating):
+            raise Rejected(4, "it gives nothing but NaN for random tokens, which tells nothing")
         if self.attentions and not whole.flags:
             raise Rejected(5, self._silent_attention())
         if whole.lengths - {self.tokens}:
@@ -98,6 +105,7 @@ class Trial:
         self._check_tables(everything, dims)
         tainted = [1, self.tokens // 2 + 1, self.tokens - 2]
         self._compare_taint(whole, self.run(everything, plain_errors=True, tainted=tainted), tainted, dims)
+        self._compare_gradients(everything, some, dims)
         return dims, len(whole.flags)
 
     def _check_tables(self, everything: list[int], dims: tuple[int | None, ...]) -> None:
@@ -123,7 +131,8 @@ class Trial:
     ) -> _Run:
         leaves = list(self.leaves)
         for leaf, dim in self.hidden.items():
-            leaves[leaf] = self._values(leaves[leaf], dim, tainted).index_select(dim, self._index(at, leaves[leaf]))
+            values = self._values(leaves[leaf], dim, tainted).index_select(dim, self._index(at, leaves[leaf]))
+            leaves[leaf] = values.requires_grad_(gradients and values.is_floating_point())
         for leaf, dim in self.sliced.items():
             if leaf in uncut:
                 continue
@@ -131,10 +140,16 @@ class Trial:
             spread = [min(size - 1, i) if consecutive else i * self.seq_len // self.tokens for i in at]
             leaves[leaf] = leaves[leaf].detach().index_select(dim, self._index(spread, leaves[leaf]))
         args, kwargs = tree_unflatten(leaves, self.spec)
+        given = [
+            (x, x.detach().clone() if at in self.hidden or at in self.sliced else _version(x))
+            for at, x in enumerate(leaves)
+            if isinstance(x, torch.Tensor)
+        ]
+        watch = Watch(self.module, {**{f"argument {at}": x for at, x in enumerate(args)}, **kwargs})
         before = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         stub = AttentionStub()
         try:
-            with torch.set_grad_enabled(gradients), _unchanged_random_state(), _without_global_hooks(), stub:
+            with _apart(gradients), stub:
                 result = self.call(*args, **kwargs)
         except PlanError as error:
             raise Rejected(6, str(error)) from error
@@ -142,33 +157,62 @@ class Trial:
             weight = 4 if plain_errors else 2
             raise Rejected(weight, f"it failed on {len(at)} tokens: {type(error).__name__}: {error}") from error
         finally:
+            attributes, containers = watch.put_back()
             written = {}
             for name, buffer in self.module.named_buffers():
                 if name in before and not _same(buffer, before[name]):
                     written[name] = buffer.detach().clone()
                     with torch.no_grad():
                         buffer.copy_(before[name])
+        if containers:
+            raise Rejected(6, f"it writes to what it is given as {', '.join(containers)}. Return the values instead")
+        if any(not _same(x.detach(), was) if isinstance(was, torch.Tensor) else _version(x) != was for x, was in given):
+            raise Rejected(
+                6, "it changes an argument in place, which is a shard of the caller's. Write it out of place"
+            )
         outputs, spec = tree_flatten(result)
-        return _Run(outputs, spec, stub.flags, stub.lengths, written)
+        return _Run(
+            outputs, spec, stub.flags, stub.lengths, written, attributes, {at: leaves[at] for at in self.hidden}
+        )
 
     def spare_parameters(self) -> tuple[str, ...]:
         """Returns the trainable parameters that the output for a single token does not depend on."""
         trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not trainable:
             return ()
-        # Under activation checkpointing the probe's saved tensors must not count as the forward's.
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            run = self.run([self.tokens // 2], plain_errors=True, gradients=True)
-        reached: set[int] = set()
-        pending = [x.grad_fn for x in run.outputs if isinstance(x, torch.Tensor)]
-        seen = set()
-        while pending:
-            node = pending.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                reached.add(id(getattr(node, "variable", None)))
-                pending.extend(following for following, _ in node.next_functions)
+        run = self.run([self.tokens // 2], plain_errors=True, gradients=True)
+        reached = {id(getattr(node, "variable", None)) for node in _nodes(run.outputs)}
         return tuple(name for name, p in trainable.items() if id(p) not in reached)
+
+    def _compare_gradients(self, everything: list[int], some: list[int], dims: tuple[int | None, ...]) -> None:
+        """Backward too must keep tokens apart, and be linear: what leaves the region multiplies gradients."""
+        if any(isinstance(part, FSDPModule) for part in self.module.modules() if part is not self.module):
+            return  # a backward through part of them would leave their states half way
+        whole, part = self._gradients(everything, dims, 1.0), self._gradients(some, dims, 4.0)
+        for leaf, dim in self.hidden.items():
+            a, b = whole.get(leaf), part.get(leaf)
+            if (a is None) != (b is None) or (
+                a is not None and b is not None and not _close(4.0 * a.index_select(dim, self._index(some, a)), b)
+            ):
+                raise Rejected(
+                    5,
+                    "its backward mixes tokens, or does not scale with the gradient (a hook or a function that divides by a "
+                    "norm or clips)",
+                )
+
+    def _gradients(self, at: list[int], dims: tuple[int | None, ...], scale: float) -> dict[int, torch.Tensor]:
+        """Returns the gradients of the hidden leaves, for a weighted sum of the outputs at these tokens."""
+        run = self.run(at, plain_errors=True, gradients=True)
+        outputs, weights = [], []
+        for x, dim in zip(run.outputs, dims, strict=True):
+            if isinstance(x, torch.Tensor) and dim is not None and x.requires_grad:
+                outputs.append(x)
+                weights.append(scale * self._values(x, dim, ()).index_select(dim, self._index(at, x)))
+        inputs = {leaf: x for leaf, x in run.hidden.items() if x.requires_grad}
+        if not outputs or not inputs or "CheckpointFunctionBackward" in {node.name() for node in _nodes(outputs)}:
+            return {}  # torch differentiates a reentrant checkpoint with respect to all its leaves or none
+        gradients = torch.autograd.grad(outputs, list(inputs.values()), weights, allow_unused=True)
+        return {leaf: gradient for leaf, gradient in zip(inputs, gradients, strict=True) if gradient is not None}
 
     def _values(self, like: torch.Tensor, dim: int, tainted: Sequence[int]) -> torch.Tensor:
         shape = list(like.shape)
@@ -220,6 +264,13 @@ class Trial:
         for name in whole.buffers.keys() | part.buffers.keys():
             if not _close(whole.buffers.get(name), part.buffers.get(name)):
                 raise Rejected(6, f"it writes the buffer {name!r} from the tokens at hand, which differ between ranks")
+        for name in sorted(whole.attributes.keys() | part.attributes.keys()):
+            if not _alike(whole.attributes.get(name), part.attributes.get(name)):
+                raise Rejected(
+                    6,
+                    f"it keeps {name}, made from the tokens at hand, which differ between ranks. Compute it from the "
+                    "block's result outside the blocks, where the whole sequence is",
+                )
         for a, b, dim in zip(whole.outputs, part.outputs, dims, strict=True):
             if not isinstance(a, torch.Tensor):
                 if a != b:
@@ -239,8 +290,25 @@ class Trial:
                     raise Rejected(5, "it mixes tokens outside attention: NaN in some tokens reached others")
 
 
-def _unchanged_random_state() -> Any:
-    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else [])
+@contextmanager
+def _apart(gradients: bool) -> Iterator[None]:
+    """Keeps random state, and keeps what the probe saves for backward out of a checkpoint around the module."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    saving = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.set_grad_enabled(gradients), torch.random.fork_rng(devices), _without_global_hooks(), saving:
+        yield
+
+
+def _nodes(outputs: Sequence[Any]) -> Iterator[Any]:
+    """Yields the nodes of the graph behind some tensors, each once."""
+    pending = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor)]
+    seen = set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            pending.extend(following for following, _ in node.next_functions)
 
 
 @contextmanager
@@ -268,6 +336,19 @@ def _first_difference(a: list[Any], b: list[Any]) -> str:
     return ""
 
 
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two values that a module keeps are equal, in the tensors that they hold too."""
+    simple = (bool, int, float, str, type(None))
+    if isinstance(a, simple) or isinstance(b, simple):
+        return type(a) is type(b) and a == b
+    ours, theirs = list(tensors_in(a)), list(tensors_in(b))
+    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
+
+
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
@@ -277,7 +358,11 @@ def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         return a is b
     if not a.is_floating_point():
         return torch.equal(a, b)
-    low = torch.is_autocast_enabled(a.device.type)
-    tolerance = _LOW_PRECISION_TOLERANCE if low else _TOLERANCE.get(a.dtype, _LOW_PRECISION_TOLERANCE)
-    scale = torch.nan_to_num(a).abs().max() if a.numel() else a.new_ones(())
-    return torch.allclose(a, b, rtol=0, atol=tolerance * float(scale), equal_nan=True)
+    low = torch.is_autocast_enabled(a.device.type) or a.dtype not in _TOLERANCE
+    tolerance = _LOW_PRECISION_TOLERANCE if low else _TOLERANCE[a.dtype]
+    finite = torch.nan_to_num(a).double()
+    scale = float(finite.abs().max()) if a.numel() else 1.0
+    if not torch.allclose(a, b, rtol=0, atol=tolerance * scale, equal_nan=True):
+        return False
+    apart = torch.nan_to_num(a - b).double().norm()
+    return not low or float(apart) <= _LOW_PRECISION_MEAN_TOLERANCE * float(finite.norm())

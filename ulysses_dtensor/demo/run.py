@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,6 +103,8 @@ def _spawn(settings: Settings, ranks: int, advance: Callable[[], None]) -> list[
             while len(results) < ranks:
                 rank, kind, content = _next_message(messages, processes)
                 if kind == "failed":
+                    time.sleep(0.5)  # where another rank died, this one failed for that: let it be seen
+                    _raise_if_died(processes)
                     raise RankFailed(f"rank {rank} of {ranks} failed:\n{content}")
                 if kind == "done":
                     results[rank] = content
@@ -127,11 +131,13 @@ def _next_message(messages: Any, processes: list[Any]) -> tuple[int, str, Any]:
         try:
             return messages.get(timeout=0.2)
         except queue.Empty:
-            for rank, process in enumerate(processes):
-                if process.exitcode not in (None, 0):
-                    raise RankFailed(
-                        f"rank {rank} of {len(processes)} ended with exit code {process.exitcode}."
-                    ) from None
+            _raise_if_died(processes)
+
+
+def _raise_if_died(processes: list[Any]) -> None:
+    for rank, process in enumerate(processes):
+        if process.exitcode not in (None, 0):
+            raise RankFailed(f"rank {rank} of {len(processes)} ended with exit code {process.exitcode}.")
 
 
 def _rank_main(rank: int, ranks: int, store: str, settings: Settings, messages: Any) -> None:
@@ -156,11 +162,11 @@ def _verdict(single: list[Step], parallel: list[list[Step]], settings: Settings,
     )
     worst = 0.0
     for number, (one, many) in enumerate(zip(single, lead, strict=True)):
-        losses = abs(one.loss - many.loss) / abs(one.loss)
-        norms = abs(one.gradient_norm - many.gradient_norm) / one.gradient_norm
+        losses = _difference(one.loss, many.loss)
+        norms = _difference(one.gradient_norm, many.gradient_norm)
         worst = max(worst, losses, norms)
         cells = (one.loss, many.loss, losses, one.gradient_norm, many.gradient_norm, norms)
-        table.add_row(str(number), *(f"{cell:.1e}" if at in (2, 5) else f"{cell:.8f}" for at, cell in enumerate(cells)))
+        table.add_row(str(number), *(f"{cell:.1e}" if at in (2, 5) else f"{cell:.8g}" for at, cell in enumerate(cells)))
     console.print(table)
     one_bytes = max(step.activation_bytes for step in single)
     many_bytes = max(step.activation_bytes for steps in parallel for step in steps)
@@ -174,3 +180,9 @@ def _verdict(single: list[Step], parallel: list[list[Step]], settings: Settings,
         f"largest relative difference: {worst:.1e} ({'equal to rounding' if agree else f'past {TOLERANCE:.0e}: the numbers part'})"
     )
     return 0 if agree else 1
+
+
+def _difference(one: float, many: float) -> float:
+    """Returns the relative difference, infinite where either is not a number."""
+    difference = abs(one - many) / max(abs(one), sys.float_info.min)
+    return difference if difference >= 0 else math.inf
