@@ -8,9 +8,10 @@ from itertools import product
 import pytest
 import torch
 from boxes import inside, moves
+from gloo import GlooPool
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ulysses_dtensor import Layout, Transition, count_collectives
 from ulysses_dtensor.exchange import _lands_in_order, exchange
@@ -171,6 +172,34 @@ def test_refuses_tensor_of_another_shape_than_its_route() -> None:
     there = route([((0, 2),)], [((0, 2),)], 0)
     with pytest.raises(AssertionError, match=r"\(3,\).*in_shape=\(2,\)"):
         run_on_mesh({"sp": 1}, lambda mesh: exchange([torch.zeros(3)], [there], mesh.get_group()))
+
+
+def compiles() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))
+    group, rank = mesh.get_group(), mesh.get_rank()
+    have: list[Box] = [((0, 1), (0, 3), (0, 3)), ((0, 1), (3, 5), (0, 3))]
+    want: list[Box] = [((0, 1), (0, 5), (0, 2)), ((0, 1), (0, 5), (1, 3))]  # the head in the middle is sent twice
+    there = route(have, want, rank)
+    held = numbers((1, 5, 3), seed=0)[inside(have[rank])].clone().requires_grad_()
+    ids = torch.arange(15).view(1, 5, 3)[inside(have[rank])]
+
+    def step(x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, moved = exchange((x * 2, x * 3, ids), (there,) * 3, group)
+        (alone,) = exchange((x,), (there,), group)
+        return (q * k * alone).sum(), moved
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    loss, moved = step(held, ids)
+    (gradient,) = torch.autograd.grad(loss, held)
+    for _ in range(2):
+        compiled_loss, compiled_moved = compiled(held, ids)
+        assert torch.equal(loss, compiled_loss)
+        assert torch.equal(moved, compiled_moved)
+        assert torch.equal(gradient, torch.autograd.grad(compiled_loss, held)[0])
+
+
+def test_it_compiles_into_one_graph(gloo: GlooPool) -> None:
+    gloo.run(2, compiles, timeout=120)
 
 
 # Landing without a copy

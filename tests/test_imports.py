@@ -53,8 +53,8 @@ FLOORS = (
 )
 """The modules of the package, highest first. A new one gets its place here."""
 
-WITHOUT_A_PUBLIC_NAME = ("torch.utils._pytree",)
-"""Private in name alone: torch has no other way to walk nested arguments."""
+WITHOUT_A_PUBLIC_NAME = ("torch.utils._pytree", "torch._subclasses.fake_tensor.FakeTensorMode")
+"""Private in name alone: torch has no other name for walking nested arguments, nor for running a model on shapes."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -48,7 +48,10 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         kept = [index for index, ok in enumerate(ctx.differentiable) if ok]
         back = tuple(ctx.routes[index].reversed() for index in kept)
-        moved = _ExchangeBack.apply(ctx.group, back, *(gradients[index] for index in kept))
+        given = tuple(gradients[index] for index in kept)
+        # Dynamo traces no function that keeps a group inside another's backward; it has no second derivative either.
+        compiling = torch.compiler.is_compiling()
+        moved = move(given, back, ctx.group, add=True) if compiling else _ExchangeBack.apply(ctx.group, back, *given)
         inputs: list[torch.Tensor | None] = [None] * len(ctx.routes)
         for index, gradient in zip(kept, moved, strict=True):
             inputs[index] = gradient

@@ -157,11 +157,11 @@ def _ancestor_forward(
     region.on_backward = (region.on_backward or gradients.reduce_at_end(module, region.mesh)) if reduces else None
     region.active += 1
     try:
-        with Tail(region.mesh, region.on_backward):
+        with Tail(region.mesh, region.on_backward) as tail:
             result = call(*args, **kwargs)
     finally:
         region.active -= 1
-    return tree_map(lambda x: _out(x, region), result)
+    return tree_map(lambda x: _out(x, region, tail), result)
 
 
 def _manner(module: nn.Module, name: str) -> tuple[object, ...]:
@@ -170,19 +170,10 @@ def _manner(module: nn.Module, name: str) -> tuple[object, ...]:
     return (name, module.training, torch.is_grad_enabled(), *autocast)
 
 
-def _out(x: Any, region: Region) -> Any:
-    if is_shard_of(x, region.mesh):
-        return leave(x, region.on_backward) if region.outputs == "replicate" else scaled(x, region.on_backward)
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):  # a result that torch cannot look into
-        for part in dataclasses.fields(x):
-            value = getattr(x, part.name, None)
-            object.__setattr__(x, part.name, tree_map(lambda each: _out(each, region), value))
-    elif any(is_shard_of(held, region.mesh) for held in tensors_in(x)):
-        raise PlanError(
-            f"{region.who}: forward returns a {type(x).__name__} that holds a hidden state in shards. "
-            "Return tensors, tuples, lists, dictionaries or dataclasses of them."
-        )
-    return x
+def _out(x: Any, region: Region, tail: Tail) -> Any:
+    if not is_shard_of(x, region.mesh):
+        return x
+    return tail.whole(x) if region.outputs == "replicate" else scaled(x, region.on_backward)
 
 
 def _block_forward(

@@ -108,6 +108,14 @@ class Tail(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh, on_backward: Callable[[], None] | None) -> None:
         super().__init__()
         self.mesh, self.on_backward = mesh, on_backward
+        self._wholes: dict[tuple[int, bool], tuple[DTensor, torch.Tensor]] = {}
+
+    def whole(self, x: DTensor) -> torch.Tensor:
+        """Returns the whole tensor, gathered once a forward (once more with gradients, if first without)."""
+        key = (id(x), torch.is_grad_enabled())
+        if key not in self._wholes:
+            self._wholes[key] = (x, leave(x, self.on_backward))
+        return self._wholes[key][1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -131,7 +139,7 @@ class Tail(TorchFunctionMode):
             result = self._elementwise(func, held[0], args, kwargs)
             if result is not None:
                 return result
-        whole = {id(x): leave(x, self.on_backward) for x in held}
+        whole = {id(x): self.whole(x) for x in held}
         args, kwargs = tree_map(lambda x: whole.get(id(x), x) if isinstance(x, DTensor) else x, (args, kwargs))
         return func(*args, **kwargs)
 
