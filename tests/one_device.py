@@ -48,11 +48,13 @@ def in_parallel(
     model = parallelize_module(copy.deepcopy(model), mesh, plan())
     with count_collectives() as forth:
         result = call(model, inputs)
-    loss = loss_of_shards(result) if any(isinstance(x, DTensor) for x in tree_leaves(result)) else loss_fn(result)
+    leaves = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+    own = any(isinstance(x, DTensor) for x in leaves) and all(x.ndim for x in leaves)
+    loss = loss_of_shards(result) if own else loss_fn(result)
     with count_collectives() as back:
         loss.backward()
     value = loss.detach().clone()
-    if any(isinstance(x, DTensor) for x in tree_leaves(result)):
+    if own:
         dist.all_reduce(value)
     return Run(value, whole(result), gradients_of(model), buffers_of(model), tuple(forth.kinds), tuple(back.kinds))
 
@@ -78,7 +80,7 @@ def loss_of_shards(result: Any) -> torch.Tensor:
             names[dim] = f"(sp {names[dim]})"
             weights = local_by_torch_chunk(weights, " ".join(names), x.device_mesh, x.device_mesh.get_coordinate() or ())
             total = total + (x.to_local() * weights).sum() / x.numel()
-        elif x.ndim:
+        else:
             total = total + (x * weights).sum() / x.numel() / dist.get_world_size()
     return total
 

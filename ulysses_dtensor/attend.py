@@ -64,13 +64,14 @@ def attend(
         out = call(query, key, value, heads)
     else:  # no kernel takes zero heads; the zeros stay connected, so that every rank joins the backward
         out = query.new_zeros((*query.shape[:-1], value.shape[-1])) + 0 * (query.sum() + key.sum() + value.sum())
-    expected = (*query.shape[:-1], out.shape[-1])
+    sized_as_value = query.ndim - 1 not in (seq_dim, head_dim)  # the last dim, where it is the head size
+    expected = (*query.shape[:-1], out.shape[-1]) if sized_as_value else tuple(query.shape)
     if tuple(out.shape) != expected:
         raise PlanError(
             f"attention: the output is {tuple(out.shape)} for a query of {tuple(query.shape)} (this rank's heads, all "
             f"tokens), not {expected}. The attention must return its query's layout and read head counts from its inputs."
         )
-    whole_out = (*wholes[0][:-1], out.shape[-1])
+    whole_out = (*wholes[0][:-1], out.shape[-1]) if sized_as_value else wholes[0]
     outward = _uncached(_route_out)(whole_out, seq_dim, head_dim, ranks, rank)
     (out,) = exchange((out,), (outward,), group)
     return out

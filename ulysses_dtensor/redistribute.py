@@ -71,7 +71,8 @@ def redistribute(
         LayoutError: `x` is no DTensor, is `Partial` or strided, or a layout does not fit its tensor and mesh.
 
     Communication: the steps of `Transition(src, layout, ...)` forward, those of its reverse backward. Tensors whose
-    steps are alike go in one all-to-all (one for each dtype among them).
+    steps are alike go in one all-to-all (one for each dtype among them). A gradient that comes as `Partial` is summed
+    first, one all-reduce for each such mesh axis.
 
     Example:
         q, k, v = redistribute((q, k, v), "b s (sp h) d")

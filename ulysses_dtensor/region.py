@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +16,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from ulysses_dtensor import agreement, gradients
 from ulysses_dtensor.boundary import enter, is_shard_of, leave, local_of, scaled, shard
 from ulysses_dtensor.calls import Call, call_key, hidden_options
+from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.inside import Inside
 from ulysses_dtensor.layout import Layout
-from ulysses_dtensor.leftovers import tensors_in
 from ulysses_dtensor.probe import Decision, Mixes, probe
 from ulysses_dtensor.tail import Tail
 
@@ -171,6 +170,8 @@ def _manner(module: nn.Module, name: str) -> tuple[object, ...]:
 
 
 def _out(x: Any, region: Region, tail: Tail) -> Any:
+    if isinstance(x, Deferred):
+        return x.whole(tail)
     if not is_shard_of(x, region.mesh):
         return x
     return tail.whole(x) if region.outputs == "replicate" else scaled(x, region.on_backward)

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ulysses_dtensor.boundary import dim_of, enter, is_shard_of, leave, local_of, shard
+from ulysses_dtensor.deferred import Deferred, defer
 from ulysses_dtensor.errors import PlanError
 
 if TYPE_CHECKING:
@@ -18,84 +19,16 @@ if TYPE_CHECKING:
 
 # Facts of the global tensor: answered by the DTensor itself.
 _FACTS = frozenset(
-    {
-        "shape",
-        "dtype",
-        "device",
-        "requires_grad",
-        "ndim",
-        "layout",
-        "is_leaf",
-        "grad_fn",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-    }
-    | {
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "register_hook",
-        "__len__",
-    }
-    | {
-        "output_nr",
-        "_version",
-        "names",
-        "retain_grad",
-        "stride",
-        "get_device",
-        "nbytes",
-        "itemsize",
-        "__repr__",
-        "__hash__",
-    }
-    | {
-        "_backward_hooks",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "grad",
-        "retains_grad",
-        "untyped_storage",
-        "data_ptr",
-    }
+    "shape dtype device requires_grad ndim layout is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
+    "size dim numel nelement element_size itemsize nbytes stride is_floating_point is_complex get_device names __len__ "
+    "__repr__ __hash__ grad retain_grad retains_grad register_hook output_nr _version _backward_hooks".split()
 )
 # Element by element: done on each rank's own tokens.
 _ELEMENTWISE = frozenset(
-    {
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "true_divide",
-        "__add__",
-        "__radd__",
-        "__sub__",
-        "__rsub__",
-        "__mul__",
-        "__rmul__",
-    }
-    | {
-        "__truediv__",
-        "__rtruediv__",
-        "__neg__",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "to",
-        "type",
-        "type_as",
-        "clone",
-    }
-    | {"contiguous", "detach", "relu", "gelu", "silu", "tanh", "sigmoid", "exp", "square", "abs"}
+    "add sub mul div true_divide neg __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ "
+    "float double half bfloat16 to type type_as clone contiguous detach relu gelu silu tanh sigmoid exp square abs".split()
 )
+_IN_PLACE = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ipow__ __set__".split())
 
 
 class Tail(TorchFunctionMode):
@@ -123,27 +56,32 @@ class Tail(TorchFunctionMode):
             return func(*args, **kwargs)
         name = _name(func)
         held = [x for x in _tensors((args, kwargs)) if is_shard_of(x, self.mesh)]
+        deferred = [x for x in _tensors((args, kwargs)) if isinstance(x, Deferred)]
         if held and name == "register_hook" and not _is_torchs(args[1:], kwargs):
             raise PlanError(
                 "UlyssesPlan: register_hook on a hidden state between the blocks, where it is held in shards: the hook would "
                 "see a shard's gradient. Hook the model's inputs or outputs."
             )
-        if not held or name in _FACTS or _is_identity(name, args):
+        if not (held or deferred) or name in _FACTS or (held and _is_identity(name, args)):
             return func(*args, **kwargs)
         if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or kwargs.get("out") is not None:
             raise PlanError(
                 f"UlyssesPlan: {name} changes a hidden state in place between the blocks, where it is held in shards. "
                 "Write it out of place."
             )
-        if name in _ELEMENTWISE and len({(tuple(x.shape), x.placements) for x in held}) == 1:
-            result = self._elementwise(func, held[0], args, kwargs)
+        if name in _ELEMENTWISE and not deferred and len({(tuple(x.shape), x.placements) for x in held}) == 1:
+            result = self.elementwise(func, held[0], args, kwargs)
             if result is not None:
                 return result
-        whole = {id(x): self.whole(x) for x in held}
-        args, kwargs = tree_map(lambda x: whole.get(id(x), x) if isinstance(x, DTensor) else x, (args, kwargs))
+        result = defer(func, name, args, kwargs, self)
+        if result is not None:
+            return result
+        whole = {id(x): self.whole(x) for x in held} | {id(x): x.whole(self) for x in deferred}
+        args, kwargs = tree_map(lambda x: whole.get(id(x), x), (args, kwargs))
         return func(*args, **kwargs)
 
-    def _elementwise(self, func: Any, held: DTensor, args: Any, kwargs: Any) -> DTensor | None:
+    def elementwise(self, func: Any, held: DTensor, args: Any, kwargs: Any) -> DTensor | None:
+        """Returns `func` of each rank's tokens as shards; None where a plain operand does not broadcast to them."""
         dim, shape = dim_of(held), tuple(held.shape)
 
         def local(x: Any) -> Any:
@@ -161,9 +99,6 @@ class Tail(TorchFunctionMode):
             return None
         args, kwargs = tree_map(local, (args, kwargs))
         return shard(func(*args, **kwargs), self.mesh, dim, shape[dim])
-
-
-_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"})
 
 
 def _is_torchs(args: Any, kwargs: Any) -> bool:
@@ -188,7 +123,9 @@ def _name(func: Any) -> str:
 
 
 def _holds_dtensor(values: Any) -> bool:
-    return any(isinstance(x, DTensor) or (isinstance(x, (list, tuple)) and _holds_dtensor(x)) for x in values)
+    return any(
+        isinstance(x, (DTensor, Deferred)) or (isinstance(x, (list, tuple)) and _holds_dtensor(x)) for x in values
+    )
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -1,0 +1,130 @@
+"""Logits on their way to a loss: views of a region's tensor that need not be gathered if a cross entropy follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from ulysses_dtensor.boundary import dim_of, scaled
+from ulysses_dtensor.loss import cross_entropy
+
+if TYPE_CHECKING:
+    from ulysses_dtensor.tail import Tail
+
+_CASTS = frozenset({"float", "double", "half", "bfloat16", "to", "type", "type_as", "contiguous"})
+_FLATTENERS = frozenset({"view", "reshape", "flatten"})
+
+
+class Deferred(torch.Tensor):
+    """Tokens `[start, stop)` of logits (B, S, V), whole in shape, in shards in memory; rows (B * S, V) if `flat`.
+
+    Only `Tail` makes and takes them: a cross entropy is computed on each rank's tokens, anything else gets the whole tensor.
+    """
+
+    base: DTensor
+    start: int
+    stop: int
+    flat: bool
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(
+            f"{func}: these logits are held in shards until a loss or the end of the model's forward. Use them inside the "
+            "forward, or return them."
+        )
+
+    def whole(self, tail: Tail) -> torch.Tensor:
+        """Returns the plain tensor that one device would hold."""
+        part = tail.whole(self.base)[:, self.start : self.stop]
+        return part.flatten(0, 1) if self.flat else part
+
+
+def _deferred(base: DTensor, start: int, stop: int, *, flat: bool) -> Deferred:
+    batch, _, size = base.shape
+    shape = (batch * (stop - start), size) if flat else (batch, stop - start, size)
+    made = torch.Tensor._make_wrapper_subclass(
+        Deferred, shape, dtype=base.dtype, device=base.device, requires_grad=base.requires_grad
+    )
+    made.base, made.start, made.stop, made.flat = base, start, stop, flat
+    return made
+
+
+def defer(func: Callable[..., Any], name: str, args: Any, kwargs: Any, tail: Tail) -> Any:
+    """Returns what `func` gives where that can stay in shards, None where it cannot.
+
+    `args[0]` is a region's tensor of logits (B, S, V) cut at dim 1, or a `Deferred`.
+    """
+    x = args[0] if args else None
+    if isinstance(x, DTensor) and not isinstance(x, Deferred):
+        if x.ndim != 3 or dim_of(x) != 1:
+            return None
+        x = _deferred(x, 0, x.shape[1], flat=False)
+    if not isinstance(x, Deferred) or any(
+        isinstance(other, (DTensor, Deferred)) for other in (*args[1:], *kwargs.values())
+    ):
+        return None
+    if func is F.cross_entropy:
+        return _cross_entropy(x, *args[1:], **kwargs, tail=tail)
+    if name in _CASTS:
+        return _deferred(_cast(func, x.base, args, kwargs, tail), x.start, x.stop, flat=x.flat)
+    if name == "__getitem__" and not x.flat:
+        return _slice(x, args[1])
+    if name in _FLATTENERS:
+        return _flatten(func, x, args, kwargs)
+    return None
+
+
+def _cast(func: Callable[..., Any], base: DTensor, args: Any, kwargs: Any, tail: Tail) -> DTensor:
+    return tail.elementwise(func, base, (base, *args[1:]), kwargs)
+
+
+def _slice(x: Deferred, index: Any) -> Deferred | None:
+    """Handles `x[:, a:b]`, `x[:, a:b, :]` and `x[..., a:b, :]`."""
+    index = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        index[at : at + 1] = [slice(None)] * (3 - len(index) + 1)
+    index += [slice(None)] * (3 - len(index))
+    if (
+        len(index) != 3
+        or not all(isinstance(part, slice) for part in index)
+        or index[0] != slice(None)
+        or index[2] != slice(None)
+    ):
+        return None
+    start, stop, step = index[1].indices(x.stop - x.start)
+    return _deferred(x.base, x.start + start, x.start + max(start, stop), flat=False) if step == 1 else None
+
+
+def _flatten(func: Callable[..., Any], x: Deferred, args: Any, kwargs: Any) -> Deferred | None:
+    wanted = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args[1:], **kwargs).shape
+    rows = (x.base.shape[0] * (x.stop - x.start), x.base.shape[2])
+    return _deferred(x.base, x.start, x.stop, flat=True) if tuple(wanted) == rows else None
+
+
+def _cross_entropy(
+    x: Deferred,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    tail: Tail,
+) -> torch.Tensor | None:
+    batch, seq_len, _ = x.base.shape
+    tokens = x.stop - x.start
+    if not x.flat or weight is not None or size_average is not None or reduce is not None or label_smoothing:
+        return None
+    if reduction != "mean" or target.is_floating_point() or tuple(target.shape) != (batch * tokens,):
+        return None
+    labels = F.pad(target.view(batch, tokens), (x.start, seq_len - x.stop), value=ignore_index)
+    return cross_entropy(scaled(x.base, tail.on_backward), labels, ignore_index=ignore_index)
