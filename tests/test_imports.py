@@ -25,6 +25,7 @@ FLOORS = (
     "attention",
     "region",
     "tail",
+    "deferred",
     "probe",
     "trial",
     "stub",

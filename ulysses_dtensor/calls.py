@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ulysses_dtensor.boundary import dim_of, is_shard_of
-from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.errors import LayoutError, PlanError
 from ulysses_dtensor.layout import Layout
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ class Call:
         if inputs:
             for at, argument in _arguments(module, len(leaves), spec).items():
                 if argument in inputs and isinstance(leaves[at], torch.Tensor) and at not in self.held:
-                    dims = inputs[argument].dims_of_mesh_axes(mesh, leaves[at].ndim)
-                    (self.declared[at],) = dims.values()
+                    self.declared[at] = _token_dim(inputs, argument, leaves[at], mesh)
         if self.held:
             lengths = {self.seq_len({at: dim}) for at, dim in self.held.items()}
             if len(lengths) > 1:
@@ -46,6 +45,36 @@ class Call:
     def seq_len(self, hidden: Mapping[int, int]) -> int:
         """Returns the number of tokens that these dims imply."""
         return next(self.leaves[at].shape[dim] for at, dim in hidden.items())
+
+
+def declared_length(
+    model: nn.Module, args: Any, kwargs: Any, inputs: Mapping[str, Layout], mesh: DeviceMesh | Mapping[str, int]
+) -> int | None:
+    """Returns the number of tokens that the declared layouts of a model's own inputs imply, None without any.
+
+    Raises:
+        PlanError: an input does not have the dims declared, or two of them differ in length.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    lengths: dict[str, int] = {}
+    for at, argument in _arguments(model, len(leaves), spec).items() if inputs else ():
+        if argument in inputs and isinstance(leaves[at], torch.Tensor):
+            dim = _token_dim(inputs, argument, leaves[at], mesh)
+            if dim is not None:
+                lengths[argument] = leaves[at].shape[dim]
+    if len(set(lengths.values())) > 1:
+        raise PlanError(f"UlyssesPlan: the inputs declared as cut have different numbers of tokens: {lengths}.")
+    return next(iter(lengths.values()), None)
+
+
+def _token_dim(inputs: Mapping[str, Layout], argument: str, x: torch.Tensor, mesh: Any) -> int | None:
+    try:
+        (dim,) = inputs[argument].dims_of_mesh_axes(mesh, x.ndim).values()
+    except LayoutError as error:
+        raise PlanError(
+            f"UlyssesPlan: inputs[{argument!r}] does not fit its tensor of {tuple(x.shape)}: {error}"
+        ) from error
+    return dim
 
 
 def hidden_options(call: Call) -> list[dict[int, int]]:

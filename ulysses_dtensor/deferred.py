@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from ulysses_dtensor.boundary import dim_of, scaled
 from ulysses_dtensor.loss import cross_entropy
-
-if TYPE_CHECKING:
-    from ulysses_dtensor.tail import Tail
 
 _CASTS = frozenset({"float", "double", "half", "bfloat16", "to", "type", "type_as", "contiguous"})
 _FLATTENERS = frozenset({"view", "reshape", "flatten"})
@@ -30,7 +27,7 @@ class Deferred(torch.Tensor):
     stop: int
     flat: bool
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType] - how torch itself switches it off
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,9 +36,9 @@ class Deferred(torch.Tensor):
             "forward, or return them."
         )
 
-    def whole(self, tail: Tail) -> torch.Tensor:
-        """Returns the plain tensor that one device would hold."""
-        part = tail.whole(self.base)[:, self.start : self.stop]
+    def whole(self, gather: Callable[[DTensor], torch.Tensor]) -> torch.Tensor:
+        """Returns the plain tensor that one device would hold, `gather` giving the base whole."""
+        part = gather(self.base)[:, self.start : self.stop]
         return part.flatten(0, 1) if self.flat else part
 
 
@@ -55,10 +52,24 @@ def _deferred(base: DTensor, start: int, stop: int, *, flat: bool) -> Deferred:
     return made
 
 
-def defer(func: Callable[..., Any], name: str, args: Any, kwargs: Any, tail: Tail) -> Any:
+def defer(
+    func: Callable[..., Any],
+    name: str,
+    args: Any,
+    kwargs: Any,
+    *,
+    elementwise: Callable[..., DTensor | None],
+    on_backward: Callable[[], None] | None,
+) -> Any:
     """Returns what `func` gives where that can stay in shards, None where it cannot.
 
-    `args[0]` is a region's tensor of logits (B, S, V) cut at dim 1, or a `Deferred`.
+    Args:
+        func: the function called.
+        name: its name.
+        args: the first is a region's tensor of logits (B, S, V) cut at dim 1, or a `Deferred`.
+        kwargs: the rest.
+        elementwise: applies a function to a region's tensor shard by shard.
+        on_backward: called when a gradient enters the region.
     """
     x = args[0] if args else None
     if isinstance(x, DTensor) and not isinstance(x, Deferred):
@@ -70,18 +81,15 @@ def defer(func: Callable[..., Any], name: str, args: Any, kwargs: Any, tail: Tai
     ):
         return None
     if func is F.cross_entropy:
-        return _cross_entropy(x, *args[1:], **kwargs, tail=tail)
+        return _cross_entropy(x, *args[1:], **kwargs, on_backward=on_backward)
     if name in _CASTS:
-        return _deferred(_cast(func, x.base, args, kwargs, tail), x.start, x.stop, flat=x.flat)
+        cast = elementwise(func, x.base, (x.base, *args[1:]), kwargs)
+        return None if cast is None else _deferred(cast, x.start, x.stop, flat=x.flat)
     if name == "__getitem__" and not x.flat:
         return _slice(x, args[1])
     if name in _FLATTENERS:
         return _flatten(func, x, args, kwargs)
     return None
-
-
-def _cast(func: Callable[..., Any], base: DTensor, args: Any, kwargs: Any, tail: Tail) -> DTensor:
-    return tail.elementwise(func, base, (base, *args[1:]), kwargs)
 
 
 def _slice(x: Deferred, index: Any) -> Deferred | None:
@@ -118,7 +126,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     *,
-    tail: Tail,
+    on_backward: Callable[[], None] | None,
 ) -> torch.Tensor | None:
     batch, seq_len, _ = x.base.shape
     tokens = x.stop - x.start
@@ -127,4 +135,4 @@ def _cross_entropy(
     if reduction != "mean" or target.is_floating_point() or tuple(target.shape) != (batch * tokens,):
         return None
     labels = F.pad(target.view(batch, tokens), (x.start, seq_len - x.stop), value=ignore_index)
-    return cross_entropy(scaled(x.base, tail.on_backward), labels, ignore_index=ignore_index)
+    return cross_entropy(scaled(x.base, on_backward), labels, ignore_index=ignore_index)

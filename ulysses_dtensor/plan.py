@@ -145,14 +145,14 @@ class UlyssesPlan(ParallelStyle):
 
     def _input_problems(self, model: nn.Module, mesh: Any, found: plain.Found) -> list[str]:
         problems = []
-        blocks = [type(model.get_submodule(name)).forward for name in found.blocks]
-        parameters = [inspect.signature(forward).parameters for forward in blocks]
-        known = {name for names in parameters for name in names}
+        takers = [type(model.get_submodule(name)).forward for name in found.blocks] + [type(model).forward]
+        parameters = [inspect.signature(forward).parameters for forward in takers]
+        known = {name for names in parameters for name in names} - {"self"}
         open_ended = any(p.kind is p.VAR_KEYWORD for names in parameters for p in names.values())
         for name, layout in self.input_layouts.items():
-            if blocks and name not in known and not open_ended:
+            if found.blocks and name not in known and not open_ended:
                 problems.append(
-                    f"inputs[{name!r}]: no block has such an argument, they have {', '.join(sorted(known))}."
+                    f"inputs[{name!r}]: neither a block nor the model has such an argument, they have {', '.join(sorted(known))}."
                 )
             try:
                 layout.dims_of_mesh_axes(mesh, None if "..." in layout.names else len(layout.axes))

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from ulysses_dtensor import agreement, gradients
 from ulysses_dtensor.boundary import enter, is_shard_of, leave, local_of, scaled, shard
-from ulysses_dtensor.calls import Call, call_key, hidden_options
+from ulysses_dtensor.calls import Call, call_key, declared_length, hidden_options
 from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.inside import Inside
@@ -38,6 +38,7 @@ class Region:
         self.active = 0
         self.bypassed = 0
         self.inside = 0
+        self.declared_len: int | None = None
         self.agreed = False
         self.agreement_seconds: float | None = None
         self.decisions: dict[Any, Decision | None] = {}
@@ -138,6 +139,7 @@ def _ancestor_forward(
     reduces = False
     try:
         _check_inputs(region, args, kwargs)
+        region.declared_len = declared_length(module, args, kwargs, region.inputs, region.mesh)
         reduces = gradients.check_reducers(module, region.mesh, args, kwargs)
     except PlanError as error:
         problem = error
@@ -171,7 +173,7 @@ def _manner(module: nn.Module, name: str) -> tuple[object, ...]:
 
 def _out(x: Any, region: Region, tail: Tail) -> Any:
     if isinstance(x, Deferred):
-        return x.whole(tail)
+        return x.whole(tail.whole)
     if not is_shard_of(x, region.mesh):
         return x
     return tail.whole(x) if region.outputs == "replicate" else scaled(x, region.on_backward)

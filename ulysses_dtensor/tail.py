@@ -73,10 +73,10 @@ class Tail(TorchFunctionMode):
             result = self.elementwise(func, held[0], args, kwargs)
             if result is not None:
                 return result
-        result = defer(func, name, args, kwargs, self)
+        result = defer(func, name, args, kwargs, elementwise=self.elementwise, on_backward=self.on_backward)
         if result is not None:
             return result
-        whole = {id(x): self.whole(x) for x in held} | {id(x): x.whole(self) for x in deferred}
+        whole = {id(x): self.whole(x) for x in held} | {id(x): x.whole(self.whole) for x in deferred}
         args, kwargs = tree_map(lambda x: whole.get(id(x), x), (args, kwargs))
         return func(*args, **kwargs)
 
