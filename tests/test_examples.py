@@ -178,3 +178,9 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
         assert "interrupted; all ranks are ended" in output
         assert "Traceback" not in output
         assert gone(process.pid, within=5)
+
+
+def test_readme_snippet_runs(tmp_path: Path) -> None:
+    snippet = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    code, output = ran(*TORCHRUN, "2", script(tmp_path, snippet.replace("4096", "128")))
+    assert code == 0, output

@@ -87,9 +87,10 @@ def _difference(rows: list[list[int]], labels: list[str], who: str, mesh: Device
             alike.setdefault(value, []).append(rank)
         lines.append(f"{label}: ranks {' / '.join(str(ranks) for ranks in alike.values())} of the group differ")
     return (
-        f"{who}: the ranks of a sequence group must make the same call with the same whole inputs.\n  "
+        f"{who}: the ranks of a sequence group must make the same call with the same whole inputs and the same model.\n  "
         + "\n  ".join(lines)
-        + f"\n  Group: {mesh}. Give all of them the same batch (sampler, noise, time step), as on one device."
+        + f"\n  Group: {mesh}. Give all of them the same batch (sampler, noise, time step) and the same weights (seed, "
+        "checkpoint), as on one device."
     )
 
 

@@ -213,6 +213,8 @@ def _dry_run(model: nn.Module, found: Found, region: Region | None, inputs: Any)
             stack.enter_context(_named(module, name, record.stack))
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.no_grad())
+        if any(p.is_meta for p in model.parameters()):
+            stack.enter_context(torch.device("meta"))  # so that what the forward makes anew is meta too
         if region is not None:
             from ulysses_dtensor.region import bypass
 

@@ -1,0 +1,144 @@
+"""explain and the certificate: sizes from a dry run, nothing applied, no process group."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_zoo import Block, RotaryDecoder, float64, ids_of
+from torch import nn
+from typer.testing import CliRunner
+
+from ulysses_dtensor import PlanError, UlyssesPlan, explain, parallelize_module
+from ulysses_dtensor.certificate import certify
+from ulysses_dtensor.cli import app
+from ulysses_dtensor.testing import run_on_mesh
+
+
+def decoder() -> RotaryDecoder:
+    with float64():
+        torch.manual_seed(0)
+        return RotaryDecoder()
+
+
+def test_shows_modules_and_layouts_without_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = str(explain(decoder(), {"sp": 4}))
+    assert text in capsys.readouterr().out
+    assert "to be proven at the first forward" in text
+    assert "pass example_inputs to see sizes" in text
+
+
+def test_shows_heads_and_bytes_of_a_dry_run() -> None:
+    model = decoder()
+    text = str(explain(model, {"sp": 4}, UlyssesPlan(), (ids_of(1, 8),)))
+    # 4 query and 2 kv heads of size 4 over 4 ranks: a rank holds 2 tokens and sends 3 of its 4 query heads, and to each
+    # other rank the kv head it reads: 2 tokens * (3 + 3 + 3) * 4 numbers of 8 bytes; of the output 1 head of 6 tokens.
+    assert "b h (sp s) d" in text
+    assert "b (sp h) s d" in text
+    assert "1 (1)" in text
+    assert " 576 " in text
+    assert " 192 " in text
+    assert "forward" not in model.__dict__
+
+
+def test_works_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = RotaryDecoder()
+    text = str(explain(model, {"sp": 3}, None, {"ids": torch.empty(1, 8, dtype=torch.long, device="meta")}))
+    assert "2 (1), 0 (0)" in text
+    assert "1 ranks idle" in text
+
+
+def test_shows_the_certificate_of_a_converted_model() -> None:
+    def certificate(mesh: Any, models: list[nn.Module]) -> str:
+        model = parallelize_module(models[dist.get_rank()], mesh, UlyssesPlan())
+        model(ids_of(1, 9))
+        return str(explain(model, mesh))
+
+    text = run_on_mesh({"sp": 2}, certificate, [decoder(), decoder()])[0]
+    assert "tokens stay apart: proven in" in text
+    assert "the ranks agreed in" in text
+
+
+def test_rejects_a_mesh_of_two_dimensions() -> None:
+    with pytest.raises(PlanError, match=r"explain: mesh=.* has 2 dimensions"):
+        explain(decoder(), {"dp": 2, "sp": 2})
+
+
+def test_rejects_a_model_without_attention() -> None:
+    with pytest.raises(PlanError, match=r"(?s)explain: UlyssesPlan on Linear:.*nothing matches"):
+        explain(nn.Linear(2, 2), {"sp": 2})
+
+
+def test_certifies_in_one_process() -> None:
+    model = decoder()
+    certificate = certify(model, (ids_of(1, 9),), {"sp": 2})
+    assert certificate.passed
+    assert "tokens stay apart" in str(certificate)
+    assert "forward" not in model.__dict__
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_certificate_says_which_block_mixes() -> None:
+    model = decoder()
+
+    class Mixing(Block):
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().forward(x + x.roll(1, 1), *args, **kwargs)
+
+    model.layers[1].__class__ = Mixing
+    certificate = certify(model, (ids_of(1, 9),), {"sp": 2})
+    assert not certificate.passed
+    assert "REFUSED" in str(certificate)
+    assert "mixes tokens" in str(certificate)
+
+
+@pytest.fixture
+def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of functions that make a model and inputs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "made_for_check.py").write_text(
+        "import torch\nfrom model_zoo import Block, RotaryDecoder\n"
+        "def right(): return RotaryDecoder(), (torch.zeros(1, 9, dtype=torch.long),)\n"
+        "def plain(): return torch.nn.Linear(2, 2), (torch.zeros(1, 2),)\n"
+        "def wrong(): return RotaryDecoder()\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "said"),
+    [
+        ("made_for_check:right", 0, "tokens stay apart"),
+        ("made_for_check:plain", 2, "nothing matches"),
+        ("made_for_check:wrong", 2, "returned a RotaryDecoder, not (model, inputs)"),
+        ("made_for_check:absent", 2, "cannot be loaded"),
+        ("made_for_nothing:right", 2, "cannot be loaded"),
+        ("made_for_check", 2, "is not module:function"),
+    ],
+)
+@pytest.mark.usefixtures("targets")
+def test_check_on_the_command_line(target: str, code: int, said: str) -> None:
+    result = CliRunner().invoke(app, ["check", target])
+    assert said in result.output
+    assert result.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "4", "--dp", "3"], "dp=3 x sp=1 is not ranks=4"),
+        (["--corpus", "nowhere"], "nowhere does not exist"),
+        (["--corpus", "made_for_check.py", "--seq-len", "4000"], "bytes of text, 4002 are needed"),
+    ],
+)
+@pytest.mark.usefixtures("targets")
+def test_the_demo_refuses_what_it_cannot_do(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    assert said in result.output
+    assert result.exit_code == 2
