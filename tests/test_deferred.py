@@ -73,6 +73,12 @@ def both_ways(mesh: Any, models: list[nn.Module], ids: torch.Tensor, targets: to
     return count.kinds
 
 
+def with_loss(loss: Any) -> nn.Module:
+    with float64():
+        torch.manual_seed(0)
+        return WithLoss(loss)
+
+
 def run(
     name: str, losses: dict[str, Any], *, ranks: int, outputs: str = "replicate", ignored: slice = slice(4, 6)
 ) -> list[str]:

@@ -92,7 +92,7 @@ BETWEEN = {
     "cumsum": lambda m, x: x.cumsum(1) / 9,
     "softmax over tokens": lambda m, x: x * x.softmax(1),
     "linear attention": lambda m, x: x + x @ (x.transpose(1, 2) @ x) / 99,
-    "attention": lambda m, x: x + F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "attention by hand": lambda m, x: x + (x @ x.transpose(1, 2)).softmax(-1) @ x,
     "fourier transform": lambda m, x: torch.fft.fft(x, dim=1).real,
     "convolution": lambda m, x: m.conv(x.transpose(1, 2)).transpose(1, 2),
     "batch norm": lambda m, x: m.batch_norm(x.flatten(0, 1)).view(x.shape),
@@ -105,6 +105,12 @@ BETWEEN = {
     "one value decides": lambda m, x: x * 2 if float(x.detach().sum()) > 0 else x * 3,
     "expanded": lambda m, x: x.unsqueeze(0).expand(2, -1, -1, -1).mean(0),
     "masked": lambda m, x: torch.where(torch.arange(x.shape[1])[:, None] % 2 == 0, x, -x),
+    "every second": lambda m, x: x[:, ::2],
+    "one token": lambda m, x: x[:, 3:4] * x,
+    "slice into a linear": lambda m, x: torch.cat((m.linear(x[:, :2]), x[:, 2:]), dim=1),
+    "cast and slice": lambda m, x: x.double()[:, 1:].contiguous(),
+    "flattened": lambda m, x: m.linear(x.reshape(-1, WIDTH)).view(x.shape),
+    "loss of hidden states": lambda m, x: x * F.cross_entropy(x.flatten(0, 1), torch.arange(x[..., 0].numel()) % WIDTH),
     "matrix": lambda m, x: x @ m.linear.weight.t(),
     "einsum": lambda m, x: torch.einsum("bsd,bte->bse", x, x) / 99,
     "numbers of its own": lambda m, x: torch.stack([row * at for at, row in enumerate(x.unbind(1), 1)], dim=1) / 9,
@@ -202,7 +208,7 @@ def test_rejects_results_that_hide_shards() -> None:
 
 IN_PLACE = {
     "add_": (lambda m, x: x.add_(1), "add_ changes a hidden state in place"),
-    "+=": (lambda m, x: x.__iadd__(1), "__iadd__ changes a hidden state in place"),
+    "+=": (lambda m, x: x.__iadd__(1), "add_ changes a hidden state in place"),
     "item": (lambda m, x: (x.__setitem__((0, 0), 0.0), x)[1], "__setitem__ changes a hidden state in place"),
     "out": (lambda m, x: torch.add(x, 1, out=x), "add changes a hidden state in place"),
     "masked_fill_": (lambda m, x: x.masked_fill_(x > 0, 0), "masked_fill_ changes a hidden state in place"),
@@ -713,15 +719,15 @@ def test_memory_falls_with_the_ranks() -> None:  # verl#7476
 
     alone, *_ = run_on_mesh({"sp": 1}, run)
     for each in run_on_mesh({"sp": 4}, run):
-        assert each < alone / 3
+        assert each < 0.4 * alone  # rotary tables are whole on every rank
 
 
 def test_full_value_of_a_sharded_result_is_the_whole() -> None:
     model = ZOO["rotary decoder"].model()
-    expected = model(ids_of(2, 9)).detach()
+    expected = model(ids_of(2, 13)).detach()
 
     def run(mesh: DeviceMesh) -> torch.Tensor:
-        logits = parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan(outputs="shard"))(ids_of(2, 9))
+        logits = parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan(outputs="shard"))(ids_of(2, 13))
         assert torch.equal(logits.full_tensor(), full_value(logits))
         return full_value(logits)
 

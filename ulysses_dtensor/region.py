@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.inside import Inside
 from ulysses_dtensor.layout import Layout
+from ulysses_dtensor.leftovers import tensors_in
 from ulysses_dtensor.probe import Decision, Mixes, probe
 from ulysses_dtensor.tail import Tail
 
@@ -174,9 +176,27 @@ def _manner(module: nn.Module, name: str) -> tuple[object, ...]:
 def _out(x: Any, region: Region, tail: Tail) -> Any:
     if isinstance(x, Deferred):
         return x.whole(tail.whole)
-    if not is_shard_of(x, region.mesh):
-        return x
-    return tail.whole(x) if region.outputs == "replicate" else scaled(x, region.on_backward)
+    if is_shard_of(x, region.mesh):
+        return tail.whole(x) if region.outputs == "replicate" else scaled(x, region.on_backward)
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):  # a result that torch cannot look into
+        for part in dataclasses.fields(x):
+            value = tree_map(lambda each: _out(each, region, tail), getattr(x, part.name, None))
+            object.__setattr__(x, part.name, value)
+    elif any(is_shard_of(held, region.mesh) or isinstance(held, Deferred) for held in tensors_in(x)):
+        raise PlanError(
+            f"{region.who}: forward returns a {type(x).__name__} that holds a hidden state in shards. "
+            "Return tensors, tuples, lists, dictionaries or dataclasses of them."
+        )
+    return x
+
+
+def _gathered_slices(region: Region, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns the arguments with some of a hidden state's tokens, which are no shards any more, as plain tensors."""
+    if not any(isinstance(x, Deferred) for x in tree_flatten((args, kwargs))[0]):
+        return args, kwargs
+    return tree_map(
+        lambda x: x.whole(lambda base: leave(base, region.on_backward)) if isinstance(x, Deferred) else x, (args, kwargs)
+    )
 
 
 def _block_forward(
@@ -191,6 +211,7 @@ def _block_forward(
     call = _own(module, original)
     if region.bypassed:
         return call(*args, **kwargs)
+    args, kwargs = _gathered_slices(region, args, kwargs)
     leaves, spec = tree_flatten((args, kwargs))
     if not any(is_shard_of(x, region.mesh) for x in leaves):
         if not (torch.compiler.is_compiling() or region.active or gradients.in_backward()):
@@ -226,6 +247,7 @@ def _beside_forward(
     call = _own(module, original)
     if region.bypassed:
         return call(*args, **kwargs)
+    args, kwargs = _gathered_slices(region, args, kwargs)
     leaves, spec = tree_flatten((args, kwargs))
     if not any(is_shard_of(x, region.mesh) for x in leaves):
         return call(*args, **kwargs)
