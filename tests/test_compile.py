@@ -1,0 +1,66 @@
+"""Blocks of a converted model under torch.compile: one graph, the same numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from gloo import GlooPool
+from model_zoo import RotaryDecoder, float64, ids_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ulysses_dtensor import UlyssesPlan, parallelize_module
+
+
+def decoder() -> RotaryDecoder:
+    with float64():
+        torch.manual_seed(0)
+        return RotaryDecoder()
+
+
+def compiled_against_one_device(ranks: int, wrap: bool) -> float:
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("sp",))
+    model = decoder()
+    single = copy.deepcopy(model)
+    parallelize_module(model, mesh, UlyssesPlan())
+    model(ids_of(2, 9))  # the first forward is eager: it proves that tokens stay apart
+    for block in model.layers:
+        block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+        if wrap:
+            fully_shard(block)
+    if wrap:
+        fully_shard(model)
+    worst = 0.0
+    for seq_len in (9, 9) if wrap else (9, 13):
+        for each in (model, single):
+            each.zero_grad()
+            each(ids_of(2, seq_len)).square().mean().backward()
+        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+            assert p.grad is not None, "a parameter without gradient"
+            assert q.grad is not None, "a parameter without gradient"
+            gradient = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            worst = max(worst, float((gradient - q.grad).abs().max() / q.grad.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["alone", "under FSDP2"])
+def test_blocks_compile_to_one_graph_each(gloo: GlooPool, wrap: bool) -> None:
+    for worst in gloo.run(2, compiled_against_one_device, 2, wrap, timeout=240):
+        assert worst < 1e-9
+
+
+def compiled_first(ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("sp",))
+    model: nn.Module = parallelize_module(decoder(), mesh, UlyssesPlan())
+    torch.compile(model.layers[0], fullgraph=True, backend="aot_eager")  # type: ignore[index] - a ModuleList
+    model.layers[0].compile(fullgraph=True, backend="aot_eager")  # type: ignore[index] - a ModuleList
+    model(ids_of(2, 9))
+
+
+def test_a_block_compiled_before_its_first_forward_says_what_to_do(gloo: GlooPool) -> None:
+    with pytest.raises(Exception, match="Run the model once eagerly with such inputs"):
+        gloo.run(2, compiled_first, 2, timeout=120)
