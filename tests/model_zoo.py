@@ -120,10 +120,7 @@ class RotaryDecoder(nn.Module):
         angles = rotary_angles(ids.shape[1]).repeat(1, 2).to(x.dtype)
         cos, sin = angles.cos(), angles.sin()
         for layer in self.layers:
-            if self.checkpointed:
-                x = checkpoint(layer, x, cos, sin, use_reentrant=False)
-            else:
-                x = layer(x, cos, sin)
+            x = checkpoint(layer, x, cos, sin, use_reentrant=False) if self.checkpointed else layer(x, cos, sin)
         return self.head(self.norm(x))
 
 
@@ -231,7 +228,9 @@ class LearnedPositions(nn.Module):
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.transformer["wte"].weight = self.lm_head.weight
 
-    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, idx: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer["drop"](self.transformer["wte"](idx) + self.transformer["wpe"](positions))
         for block in self.transformer["h"]:  # type: ignore[union-attr] - a ModuleList

@@ -78,7 +78,9 @@ def loss_of_shards(result: Any) -> torch.Tensor:
             names = [f"x{at}" for at in range(x.ndim)]
             dim = x.placements[0].dim  # type: ignore[attr-defined] - a Shard
             names[dim] = f"(sp {names[dim]})"
-            weights = local_by_torch_chunk(weights, " ".join(names), x.device_mesh, x.device_mesh.get_coordinate() or ())
+            weights = local_by_torch_chunk(
+                weights, " ".join(names), x.device_mesh, x.device_mesh.get_coordinate() or ()
+            )
             total = total + (x.to_local() * weights).sum() / x.numel()
         else:
             total = total + (x * weights).sum() / x.numel() / dist.get_world_size()

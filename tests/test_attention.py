@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ def sharded(
     with count_collectives() as forth:
         out = module(*leaves)
     assert isinstance(out, DTensor)
-    assert out.placements == leaves[0].placements
+    assert out.placements == style.src.placements(mesh)
     local = distribute(weights, mesh, style.src).to_local()
     with count_collectives() as back:
         (out.to_local() * local).sum().backward()
@@ -190,7 +191,7 @@ def test_the_tags_themselves_fail_on_another_order() -> None:
 @pytest.mark.parametrize("names", [("q", "k", "v"), ("query", "key", "value"), ("xq", "xk", "xv")])
 def test_tensors_are_found_by_name(names: tuple[str, str, str]) -> None:
     class Named(nn.Module):
-        def forward(self, scale: float = 1.0, **qkv: torch.Tensor) -> torch.Tensor:
+        def forward(self, scale: float = 1.0, **qkv: Any) -> torch.Tensor:
             return F.scaled_dot_product_attention(*(qkv[name] for name in names), scale=scale)
 
     tensors = tensors_of("bhsd", 2, 7, 4, 4, 3)
@@ -198,7 +199,9 @@ def test_tensors_are_found_by_name(names: tuple[str, str, str]) -> None:
 
     def run(mesh: DeviceMesh) -> torch.Tensor:
         module = parallelize_module(Named(), mesh, UlyssesAttention(LAYOUTS["bhsd"]))
-        return full_value(module(scale=0.3, **{n: distribute(x, mesh, "b h (sp s) d") for n, x in zip(names, tensors, strict=True)}))
+        return full_value(
+            module(scale=0.3, **{n: distribute(x, mesh, "b h (sp s) d") for n, x in zip(names, tensors, strict=True)})
+        )
 
     assert all(torch.equal(out, expected) for out in run_on_mesh({"sp": 3}, run))
 
@@ -289,7 +292,7 @@ def given_to(module: nn.Module, *qkv: Any, text: str = BHSD, **named: Any) -> An
 
 
 class Plain(nn.Module):
-    def forward(self, *qkv: torch.Tensor, **named: torch.Tensor) -> Any:
+    def forward(self, *qkv: Any, **named: Any) -> Any:
         return F.scaled_dot_product_attention(*qkv, **named)
 
 
@@ -310,15 +313,21 @@ Q = numbers(2, 4, 6, 3)
     ("action", "match"),
     [
         pytest.param(given_to(Plain(), Q, Q), "Plain was called without query, key and value", id="two tensors"),
-        pytest.param(given_to(Plain(), Q, Q, numbers(2, 4, 7, 3)), r"have \[6, 7\] tokens. Cross-attention", id="lengths"),
-        pytest.param(given_to(Plain(), Q, Q, Q.float()), "value is torch.float32, the query torch.float64", id="dtypes"),
+        pytest.param(
+            given_to(Plain(), Q, Q, numbers(2, 4, 7, 3)), r"have \[6, 7\] tokens. Cross-attention", id="lengths"
+        ),
+        pytest.param(
+            given_to(Plain(), Q, Q, Q.float()), "value is torch.float32, the query torch.float64", id="dtypes"
+        ),
         pytest.param(given_to(Plain(), Q, Q, Q[:, :2]), "key has 4 heads, value 2. They must agree.", id="kv heads"),
-        pytest.param(given_to(Plain(), Q, Q[:, :3], Q[:, :3]), "num_heads=4 is no multiple of num_kv_heads=3", id="groups"),
+        pytest.param(
+            given_to(Plain(), Q, Q[:, :3], Q[:, :3]), "num_heads=4 is no multiple of num_kv_heads=3", id="groups"
+        ),
     ],
 )
 def test_rejects_tensors_that_do_not_fit(action: Any, match: str) -> None:
     message = refused(2, action)
-    assert __import__("re").search(match, message), message
+    assert re.search(match, message), message
 
 
 @pytest.mark.parametrize(
@@ -362,7 +371,9 @@ def test_rejects_another_mesh_and_a_second_conversion() -> None:
         parallelize_module(module, mesh, UlyssesAttention(BHSD))
 
     assert "UlyssesAttention: Plain is converted already. Convert a module once." in refused(2, twice)
-    message = refused(4, lambda mesh: parallelize_module(Plain(), mesh, UlyssesAttention(BHSD)), sizes={"dp": 2, "sp": 2})
+    message = refused(
+        4, lambda mesh: parallelize_module(Plain(), mesh, UlyssesAttention(BHSD)), sizes={"dp": 2, "sp": 2}
+    )
     assert "has 2 dimensions. Pass the sequence dimension alone, for example mesh['sp']." in message
 
 
@@ -378,7 +389,14 @@ def test_tensors_of_different_dims_are_rejected() -> None:
 def test_the_check_itself_fails_on_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     import ulysses_dtensor.exchange as exchange
 
-    monkeypatch.setattr(exchange._ExchangeBack, "forward", staticmethod(lambda ctx, group, routes, *tensors: tuple(
-        x * 1.0001 for x in exchange.move(tensors, routes, group, add=True))))
+    monkeypatch.setattr(
+        exchange._ExchangeBack,
+        "forward",
+        staticmethod(
+            lambda ctx, group, routes, *tensors: tuple(
+                x * 1.0001 for x in exchange.move(tensors, routes, group, add=True)
+            )
+        ),
+    )
     with pytest.raises(AssertionError, match="relative error"):
         assert_equals_one_device("bshd", 1, 8, 4, 4, 2)

@@ -40,6 +40,7 @@ FLOORS = (
     "gradients",
     "loss",
     "boundary",
+    "passes",
     "meshes",
     "tables",
     "redistribute",

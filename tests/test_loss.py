@@ -96,7 +96,10 @@ def test_a_plain_tensor_gives_what_torch_gives() -> None:
 
 def sum_of(models: list[nn.Module], ids: list[torch.Tensor], labels: list[torch.Tensor]) -> torch.Tensor:
     total = sum(
-        (F.cross_entropy(m(i).flatten(0, 1), t.flatten(), reduction="sum") for m, i, t in zip(models, ids, labels, strict=True)),
+        (
+            F.cross_entropy(m(i).flatten(0, 1), t.flatten(), reduction="sum")
+            for m, i, t in zip(models, ids, labels, strict=True)
+        ),
         torch.zeros(()),
     )
     return total / sum(int((t != IGNORED).sum()) for t in labels)

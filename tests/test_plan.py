@@ -35,7 +35,7 @@ from ulysses_dtensor import PlanError, UlyssesAttention, UlyssesPlan, bypass, pa
 from ulysses_dtensor.testing import run_on_mesh, run_ranks
 
 SIZES = [(2, 9, 3, "replicate"), (3, 10, 1, "shard"), (4, 13, 2, "shard"), (4, 6, 2, "replicate")]
-ATTENTIONS = {name: 2 for name in ZOO} | {"skips": 4, "one block three times": 3, "two towers": 3}
+ATTENTIONS = dict.fromkeys(ZOO, 2) | {"skips": 4, "one block three times": 3, "two towers": 3}
 ATTENTIONS |= {name: 3 for name in ZOO if name.endswith("between blocks")}
 
 
@@ -90,8 +90,10 @@ def test_sharded_outputs_carry_their_placement() -> None:
 
 
 def test_the_check_itself_fails_without_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ulysses_dtensor.inside.sharded_sdpa", lambda *args, seq_len, group, **named: (
-        F.scaled_dot_product_attention(*args, **named)))
+    monkeypatch.setattr(
+        "ulysses_dtensor.inside.sharded_sdpa",
+        lambda *args, seq_len, group, **named: F.scaled_dot_product_attention(*args, **named),
+    )
     with pytest.raises(AssertionError, match="relative error"):
         assert_sample_equals_one_device(ZOO["rotary decoder"], 2, 9, 1, "replicate")
 
@@ -105,7 +107,9 @@ INNER = "b h (sp s) d -> b (sp h) s d"
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(lambda: UlyssesPlan(attention={"layers.*.attention.inner": UlyssesAttention(INNER)}), id="declared"),
+        pytest.param(
+            lambda: UlyssesPlan(attention={"layers.*.attention.inner": UlyssesAttention(INNER)}), id="declared"
+        ),
         pytest.param(lambda: UlyssesPlan(attention={"layers.*.inner": "sdpa"}), id="named"),
         pytest.param(lambda: UlyssesPlan(inputs={"freqs_cis": "(sp s) d"}), id="declared input"),
         pytest.param(lambda: UlyssesPlan(check="first"), id="checked at first"),
@@ -200,7 +204,10 @@ def decoder() -> nn.Module:
     ("build", "plan", "match"),
     [
         pytest.param(
-            NoAttention, UlyssesPlan, r"no module's forward calls .*, so nothing matches\. Name the attentions:", id="nothing"
+            NoAttention,
+            UlyssesPlan,
+            r"no module's forward calls .*, so nothing matches\. Name the attentions:",
+            id="nothing",
         ),
         pytest.param(
             decoder,
@@ -214,7 +221,9 @@ def decoder() -> nn.Module:
             r"layers\.0\.self_attn is an nn\.MultiheadAttention, which is not supported yet\. Write",
             id="torch's attention",
         ),
-        pytest.param(SelfAttention, UlyssesPlan, r"the model is itself an attention\. Convert the model", id="attention"),
+        pytest.param(
+            SelfAttention, UlyssesPlan, r"the model is itself an attention\. Convert the model", id="attention"
+        ),
         pytest.param(
             decoder,
             lambda: UlyssesPlan(inputs={"cosine": "(sp s) d"}),
@@ -293,13 +302,19 @@ def test_rejects_a_second_conversion() -> None:
 @pytest.mark.parametrize(
     ("mesh_of", "match"),
     [
-        pytest.param(lambda mesh: 2, r"parallelize_module: mesh=2 is a int, not a DeviceMesh\. Pass for example", id="number"),
+        pytest.param(
+            lambda mesh: 2, r"parallelize_module: mesh=2 is a int, not a DeviceMesh\. Pass for example", id="number"
+        ),
         pytest.param(lambda mesh: mesh, r"has 2 dimensions\. Pass the sequence dimension alone", id="two dimensions"),
-        pytest.param(lambda mesh: init_device_mesh("cpu", (4,)), r"has no dimension names\. Pass mesh_dim_names", id="no name"),
+        pytest.param(
+            lambda mesh: init_device_mesh("cpu", (4,)), r"has no dimension names\. Pass mesh_dim_names", id="no name"
+        ),
     ],
 )
 def test_rejects_meshes_of_another_kind(mesh_of: Any, match: str) -> None:
-    message = refused(4, lambda mesh: parallelize_module(decoder(), mesh_of(mesh), UlyssesPlan()), sizes={"dp": 2, "sp": 2})
+    message = refused(
+        4, lambda mesh: parallelize_module(decoder(), mesh_of(mesh), UlyssesPlan()), sizes={"dp": 2, "sp": 2}
+    )
     assert re.search(match, message), message
 
 
@@ -372,11 +387,16 @@ def test_rejects_cross_attention() -> None:
             return self.blocks[0](x, memory)
 
     message = refused_model(seeded(Model), {"x": numbers(2, 9, WIDTH), "memory": numbers(2, 6, WIDTH)})
-    assert "its attention has 11 query and 6 key tokens: cross-attention, or a kv cache, is not supported yet" in message
+    assert (
+        "its attention has 11 query and 6 key tokens: cross-attention, or a kv cache, is not supported yet" in message
+    )
 
 
 def test_a_refused_forward_runs_under_bypass() -> None:
-    model, inputs = seeded(lambda: nn.Sequential(nn.ModuleList([Block(), nn.Linear(1, 1)])[0], Mean())), numbers(2, 9, WIDTH)
+    model, inputs = (
+        seeded(lambda: nn.Sequential(nn.ModuleList([Block(), nn.Linear(1, 1)])[0], Mean())),
+        numbers(2, 9, WIDTH),
+    )
 
     def run(mesh: DeviceMesh) -> torch.Tensor:
         ours = parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan())

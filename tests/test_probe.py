@@ -56,7 +56,9 @@ class Doing(Block):
 class Model(nn.Module):
     """An embedding, blocks, a head; `between` calls the blocks where a plain chain will not do."""
 
-    def __init__(self, block: Callable[[], nn.Module], between: Callable[[nn.Module, torch.Tensor], Any] | None = None) -> None:
+    def __init__(
+        self, block: Callable[[], nn.Module], between: Callable[[nn.Module, torch.Tensor], Any] | None = None
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(block() for _ in range(2))
@@ -186,10 +188,22 @@ MIXING = {
     "capacity": (capacity, None, MIXED),
     "positions from zero": (positions, None, "counts positions from zero"),
     "division by the length": (lambda self, x: x + 1.0 / x.shape[1], None, MIXED),
-    "mask of the local length": (local_mask, None, r"its attention mask \(11, 11\) is made from the tokens at hand \(11\)"),
-    "causal only when long": (causal_when_long, None, "its attention was called with other arguments for a single token"),
+    "mask of the local length": (
+        local_mask,
+        None,
+        r"its attention mask \(11, 11\) is made from the tokens at hand \(11\)",
+    ),
+    "causal only when long": (
+        causal_when_long,
+        None,
+        "its attention was called with other arguments for a single token",
+    ),
     "scale of the local length": (scaled_by_length, None, "its attention was called with other arguments"),
-    "running statistic": (lambda self, x: self.part(x), Running, "it writes the buffer 'part.mean' from the tokens at hand"),
+    "running statistic": (
+        lambda self, x: self.part(x),
+        Running,
+        "it writes the buffer 'part.mean' from the tokens at hand",
+    ),
     "conv so small that rounding hides it": (
         lambda self, x: x + 1e-6 * self.part(x.transpose(1, 2)).transpose(1, 2),
         lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
@@ -200,9 +214,17 @@ MIXING = {
     "first token": (lambda self, x: x + x[:, :1], None, MIXED),
     "covariance": (lambda self, x: x @ (x.transpose(1, 2) @ x) / 99, None, MIXED),
     "median": (lambda self, x: x - x.median(dim=1, keepdim=True).values, None, MIXED),
-    "quantization by the largest": (lambda self, x: (x / x.abs().amax() * 127).round() * x.abs().amax() / 127, None, MIXED),
+    "quantization by the largest": (
+        lambda self, x: (x / x.abs().amax() * 127).round() * x.abs().amax() / 127,
+        None,
+        MIXED,
+    ),
     "chosen by the largest": (lambda self, x: x * (x == x.amax(dim=1, keepdim=True)), None, MIXED),
-    "batch and tokens swapped": (lambda self, x: x + x.reshape(x.shape[1], x.shape[0], WIDTH).transpose(0, 1), None, MIXED),
+    "batch and tokens swapped": (
+        lambda self, x: x + x.reshape(x.shape[1], x.shape[0], WIDTH).transpose(0, 1),
+        None,
+        MIXED,
+    ),
 }
 
 
@@ -296,7 +318,10 @@ def keeps_length(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
 )
 def test_rejects_attributes_made_from_the_tokens_at_hand(do: Forward, kept: str) -> None:
     message = refused(doing(do))
-    assert f"it {'keeps'} {kept.replace('Doing', 'Doing')}, made from the tokens at hand, which differ between ranks" in message
+    assert (
+        f"it {'keeps'} {kept.replace('Doing', 'Doing')}, made from the tokens at hand, which differ between ranks"
+        in message
+    )
 
 
 def test_rejects_losses_gathered_in_a_list_of_the_block() -> None:
@@ -353,7 +378,9 @@ def add_tokens_in_place(state: Any, x: torch.Tensor) -> None:
             set_attribute, lambda: SimpleNamespace(loss=0.0), "it writes to what it is given as argument 1", id="object"
         ),
         pytest.param(add_in_place, lambda: torch.zeros(3), "it changes an argument in place", id="tensor"),
-        pytest.param(add_tokens_in_place, lambda: torch.zeros(2, 15, WIDTH), "it changes an argument in place", id="tokens"),
+        pytest.param(
+            add_tokens_in_place, lambda: torch.zeros(2, 15, WIDTH), "it changes an argument in place", id="tokens"
+        ),
     ],
 )
 def test_rejects_blocks_that_write_to_their_arguments(
@@ -607,7 +634,9 @@ def test_a_backward_of_each_token_s_own_passes() -> None:
 
 
 @pytest.mark.parametrize("seq_len", [3, 4, 5, 11, 16, LONGEST])
-@pytest.mark.parametrize("name", ["whole table", "rotary decoder", "diffusion", "additive mask of heads", "sequence first"])
+@pytest.mark.parametrize(
+    "name", ["whole table", "rotary decoder", "diffusion", "additive mask of heads", "sequence first"]
+)
 def test_arguments_are_told_apart_where_sizes_coincide(name: str, seq_len: int) -> None:
     sample = ZOO[name]  # batch 3, and head size, heads, width, the probe's own length and the table's as lengths
     assert_equals_one_device(sample.model(), sample.inputs(3, seq_len), 2)

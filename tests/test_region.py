@@ -39,9 +39,17 @@ from one_device import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from ulysses_dtensor import PlanError, UlyssesPlan, bypass, count_collectives, distribute, parallelize_module
+from ulysses_dtensor import (
+    PlanError,
+    UlyssesAttention,
+    UlyssesPlan,
+    bypass,
+    count_collectives,
+    distribute,
+    parallelize_module,
+)
 from ulysses_dtensor.region import region_of
 from ulysses_dtensor.testing import full_value, run_on_mesh
 
@@ -127,7 +135,17 @@ def test_a_models_own_code_between_blocks_gives_what_it_gives_on_one_device(step
 def test_shapes_and_facts_between_blocks_are_those_of_the_whole() -> None:
     def between(model: Any, x: torch.Tensor) -> Any:
         x = model.blocks[0](x)
-        facts = (x.shape, x.size(1), len(x), x.ndim, x.dtype, x.numel(), x.stride(), x.is_floating_point(), x.is_contiguous())
+        facts = (
+            x.shape,
+            x.size(1),
+            len(x),
+            x.ndim,
+            x.dtype,
+            x.numel(),
+            x.stride(),
+            x.is_floating_point(),
+            x.is_contiguous(),
+        )
         assert str(facts[:3]) == "(torch.Size([2, 13, 16]), 13, 2)"
         assert facts[3:6] == (3, torch.float64, 2 * 13 * 16)
         assert x.requires_grad
@@ -148,9 +166,20 @@ def test_elementwise_code_between_blocks_costs_no_collective() -> None:
 
 
 def test_the_check_itself_fails_when_nothing_multiplies_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ulysses_dtensor.boundary._Leave.backward", staticmethod(
-        lambda ctx, g: (__import__("ulysses_dtensor.boundary", fromlist=["x"])._wrapped(
-            __import__("ulysses_dtensor.boundary", fromlist=["x"])._piece(g, ctx.mesh, ctx.dim), ctx.mesh, ctx.dim, g.shape[ctx.dim]), None)))
+    monkeypatch.setattr(
+        "ulysses_dtensor.boundary._Leave.backward",
+        staticmethod(
+            lambda ctx, g: (
+                __import__("ulysses_dtensor.boundary", fromlist=["x"])._wrapped(
+                    __import__("ulysses_dtensor.boundary", fromlist=["x"])._piece(g, ctx.mesh, ctx.dim),
+                    ctx.mesh,
+                    ctx.dim,
+                    g.shape[ctx.dim],
+                ),
+                None,
+            )
+        ),
+    )
     with pytest.raises(AssertionError, match="gradient of"):
         assert_equals_one_device(stack(alone(lambda m, x: x)), {"ids": ids_of(2, 9)}, 2)
 
@@ -318,7 +347,9 @@ def test_a_hidden_state_that_is_cut_already_is_taken_as_it_is() -> None:  # vllm
         ("b s d", numbers(2, 9, WIDTH), "an input is a DTensor placed (Replicate(),)"),
     ],
 )
-def test_rejects_inputs_that_are_placed_otherwise(layout: str, value: torch.Tensor, match: str) -> None:  # vllm-omni#6841
+def test_rejects_inputs_that_are_placed_otherwise(
+    layout: str, value: torch.Tensor, match: str
+) -> None:  # vllm-omni#6841
     model = ZOO["rotary decoder"].model() if value.dtype == torch.int64 else seeded(FromHidden)
 
     def run(mesh: DeviceMesh) -> None:
@@ -335,6 +366,43 @@ def test_rejects_an_input_on_another_mesh() -> None:
         parallelize_module(copy.deepcopy(model), mesh["sp"], UlyssesPlan())(other)
 
     assert "an input is a DTensor placed (Shard(dim=1),) on" in refused(4, run, sizes={"cp": 2, "sp": 2})
+
+
+@pytest.mark.parametrize("outputs", ["replicate", "shard"])
+def test_a_result_fed_back_is_right_or_refused(outputs: str) -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[0](x))
+
+    model, x = seeded(Hidden), numbers(2, 9, WIDTH)
+
+    def twice(ours: nn.Module) -> Run:
+        out = ours(ours(x))
+        loss = loss_of(out)
+        loss.backward()
+        return Run(loss.detach(), whole(out), gradients_of(ours), buffers_of(ours))
+
+    def convert(mesh: DeviceMesh) -> nn.Module:
+        return parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan(outputs=outputs))  # type: ignore[arg-type]
+
+    if outputs == "replicate":
+        expected = twice(copy.deepcopy(model))
+        for each in run_on_mesh({"sp": 2}, lambda mesh: twice(convert(mesh))):
+            assert_runs_equal(each, expected)
+        return
+
+    def refuses(mesh: DeviceMesh) -> None:
+        ours = convert(mesh)
+        first = ours(x)
+        with pytest.raises(PlanError, match="an input in shards is a result of a converted model"):
+            ours(first)
+        ours(first.detach())
+
+    run_on_mesh({"sp": 2}, refuses)
 
 
 # Blocks by themselves
@@ -379,9 +447,47 @@ def test_bypass_gives_bitwise_what_the_model_gave() -> None:
     run_on_mesh({"sp": 2}, run)
 
 
+DECLARED = "b h (sp s) d -> b (sp h) s d"
+
+
+def test_declared_attentions_are_plain_wherever_no_block_runs_in_shards() -> None:
+    class Direct(nn.Module):
+        """Calls an attention of a block in its own code, on tokens that it has shuffled."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = ZOO["whole table"].build()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            inner: Any = self.inner
+            x = inner.tok_embeddings(tokens)
+            for layer in inner.layers.values():
+                x = layer(x, inner.freqs_cis)
+            x = x.flip(1)
+            return inner.output(x + inner.layers["0"].attention(inner.norm(x), inner.freqs_cis))
+
+    plan = lambda: UlyssesPlan(attention={"*.attention.inner": UlyssesAttention(DECLARED)})  # noqa: E731
+    assert_equals_one_device(seeded(Direct), {"tokens": ids_of(2, 9)}, 2, plan=plan)
+    sample = ZOO["whole table"]
+    for ranks, seq_len in ((1, 5), (3, 2), (4, 9)):  # one rank, and short sequences
+        assert_equals_one_device(sample.model(), sample.inputs(2, seq_len), ranks, plan=plan)
+    model = sample.model()
+    expected = model(ids_of(2, 9)).detach()
+
+    def bypassed(mesh: DeviceMesh) -> torch.Tensor:
+        ours = parallelize_module(copy.deepcopy(model), mesh, plan())
+        with bypass(ours):
+            return ours(ids_of(2, 9)).detach()
+
+    assert all(torch.equal(logits, expected) for logits in run_on_mesh({"sp": 2}, bypassed))
+
+
 def test_bypass_ends_with_an_error_too_and_needs_a_converted_model() -> None:
     model = ZOO["rotary decoder"].model()
-    with pytest.raises(PlanError, match=r"bypass: RotaryDecoder is not converted\. Call parallelize_module first\."), bypass(model):
+    with (
+        pytest.raises(PlanError, match=r"bypass: RotaryDecoder is not converted\. Call parallelize_module first\."),
+        bypass(model),
+    ):
         pass
 
     def run(mesh: DeviceMesh) -> None:
@@ -403,10 +509,12 @@ def test_a_checkpointed_forward_under_bypass_is_not_recomputed_in_shards() -> No
         ours = parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan())
         with bypass(ours):
             loss_of(ours(**inputs)).backward()
-        assert_runs_equal(Run(expected.loss, [], gradients_of(ours), {}), Run(expected.loss, [], expected.gradients, {}))
+        assert_runs_equal(
+            Run(expected.loss, [], gradients_of(ours), {}), Run(expected.loss, [], expected.gradients, {})
+        )
         with bypass(ours):
             loss = loss_of(ours(**inputs))
-        with pytest.raises((PlanError, torch.utils.checkpoint.CheckpointError)):
+        with pytest.raises((PlanError, CheckpointError)):
             loss.backward()
 
     run_on_mesh({"sp": 2}, run)
@@ -438,7 +546,9 @@ def test_a_forward_that_fails_leaves_the_model_usable() -> None:
 # Copies
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 def test_a_copy_runs_its_own_weights(duplicate: Any) -> None:
     model, inputs = ZOO["whole table"].model(), {"tokens": ids_of(2, 9)}
     doubled = copy.deepcopy(model)
@@ -577,15 +687,30 @@ def around_code_after_reentrant(model: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize(
     ("between", "right"),
-    [(around_two, True), (around_each_reentrant, True), (around_code_between, False), (around_code_after, False),
-     (around_code_after_reentrant, False)],
+    [
+        (around_two, True),
+        (around_each_reentrant, True),
+        (around_code_between, False),
+        (around_code_after, False),
+        (around_code_after_reentrant, False),
+    ],
 )
 def test_checkpoints_around_any_part_are_right_or_raise(between: Between, right: bool) -> None:
     model, inputs = stack(between), {"ids": ids_of(2, 9)}
     try:
         assert_equals_one_device(model, inputs, 2)
-    except (PlanError, RuntimeError, torch.utils.checkpoint.CheckpointError):
+    except (PlanError, RuntimeError, CheckpointError):
         assert not right
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_a_block_behind_code_that_gathered(reentrant: bool) -> None:
+    def between(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(model.blocks[0], x, use_reentrant=reentrant).roll(1, dims=1)
+        return model.head(checkpoint(model.blocks[1], x, use_reentrant=reentrant))
+
+    assert_equals_one_device(stack(between), {"ids": ids_of(2, 9)}, 2)
 
 
 def test_a_model_checkpointed_as_a_whole() -> None:

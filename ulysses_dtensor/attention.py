@@ -93,14 +93,19 @@ class UlyssesAttention(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = sequence_mesh(device_mesh, "UlyssesAttention")
-        if mesh.mesh_dim_names != (self.mesh_axis,):
-            raise PlanError(
-                f"UlyssesAttention: {self.text!r} moves {self.mesh_axis!r}, the mesh is {mesh.mesh_dim_names}."
-            )
-        if is_declared(module):
-            raise PlanError(f"UlyssesAttention: {type(module).__name__} is converted already. Convert a module once.")
-        module.forward = partial(_attention_forward, module, self, mesh, module.__dict__.get("forward"))
+        declare(module, self, mesh, alone=True)
         return module
+
+
+def declare(module: nn.Module, style: UlyssesAttention, mesh: DeviceMesh, *, alone: bool) -> None:
+    """Makes `module` the attention that `style` says; `alone`: outside a plan, where plain tensors are shards."""
+    if mesh.mesh_dim_names != (style.mesh_axis,):
+        raise PlanError(
+            f"UlyssesAttention: {style.text!r} moves {style.mesh_axis!r}, the mesh is {mesh.mesh_dim_names}."
+        )
+    if is_declared(module):
+        raise PlanError(f"UlyssesAttention: {type(module).__name__} is converted already. Convert a module once.")
+    module.forward = partial(_attention_forward, module, style, mesh, alone, module.__dict__.get("forward"))
 
 
 def is_declared(module: nn.Module) -> bool:
@@ -113,6 +118,7 @@ def _attention_forward(
     module: nn.Module,
     style: UlyssesAttention,
     mesh: DeviceMesh,
+    alone: bool,
     original: Callable[..., Any] | None,
     *args: Any,
     **kwargs: Any,
@@ -133,7 +139,7 @@ def _attention_forward(
 
     dims = {"seq_dim": style.seq_dim, "head_dim": style.head_dim}
     if not any(isinstance(x, DTensor) for x in (query, key, value)):
-        return declared_attention(query, key, value, attention, **dims, mesh=mesh)
+        return declared_attention(query, key, value, attention, **dims, mesh=mesh if alone else None)
     seq_len = _checked_length(style, mesh, (query, key, value))
     local = (query.to_local(), key.to_local(), value.to_local())
     out = attend(*local, attention, **dims, seq_len=seq_len, group=mesh.get_group())

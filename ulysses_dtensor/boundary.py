@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from ulysses_dtensor.collectives import all_gather, all_reduce_sum
+from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.layout import chunk
+from ulysses_dtensor.passes import in_backward
 from ulysses_dtensor.redistribute import redistribute
 
 if TYPE_CHECKING:
@@ -36,7 +39,9 @@ def enter(x: torch.Tensor, mesh: DeviceMesh, dim: int | None, seq_len: int) -> t
     Communication: none forward. Backward none before the first place where something left the region; behind one, the
     gradient is gathered (`dim` given) or summed (`dim` None), and divided by P.
     """
-    behind = x.requires_grad and (torch.compiler.is_compiling() or _is_behind_leave(x))
+    # A reentrant checkpoint recomputes from a leaf that does not tell; what is right behind a leave is right before, too.
+    untold = torch.compiler.is_compiling() or (x.is_leaf and in_backward())
+    behind = x.requires_grad and (untold or is_behind_leave(x))
     if dim is None:
         return _Shared.apply(x, mesh) if behind else x
     if behind:
@@ -89,9 +94,12 @@ def _gathered(local: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> 
 
 
 def _local_gradient(gradient: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    """Returns this rank's piece of a gradient that arrives as a DTensor however placed, or as a whole plain tensor."""
+    """Returns this rank's piece of a gradient that arrives as a DTensor, however it is placed."""
     if not isinstance(gradient, DTensor):
-        return _piece(gradient, mesh, dim)
+        raise PlanError(
+            "UlyssesPlan: the gradient of a hidden state arrives as a plain tensor. A custom autograd function in the model's "
+            "own code took the hidden state, unseen. Call it inside a module."
+        )
     if tuple(gradient.placements) == (Shard(dim),):
         return gradient.to_local()
     names = [f"x{at}" for at in range(gradient.ndim)]
@@ -106,6 +114,7 @@ class _Shard(torch.autograd.Function):
         return _wrapped(local.detach(), mesh, dim, seq_len)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
         return _local_gradient(gradient, ctx.mesh, ctx.dim), None, None, None
 
@@ -117,6 +126,7 @@ class _Local(torch.autograd.Function):
         return x.to_local()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
         return (_wrapped(gradient, ctx.mesh, ctx.dim, ctx.seq_len),)
 
@@ -128,6 +138,7 @@ class _Leave(torch.autograd.Function):
         return _gathered(x.to_local(), x.device_mesh, ctx.dim, x.shape[ctx.dim])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
         if ctx.on_backward is not None:
             ctx.on_backward()
@@ -142,6 +153,7 @@ class _Scaled(torch.autograd.Function):
         return _wrapped(x.to_local(), ctx.mesh, ctx.dim, x.shape[ctx.dim])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
         if ctx.on_backward is not None:
             ctx.on_backward()
@@ -158,6 +170,7 @@ class _EnterBehind(torch.autograd.Function):
         return _piece(x.narrow(dim, 0, seq_len), mesh, dim).clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
         whole = _gathered(gradient, ctx.mesh, ctx.dim, ctx.seq_len) / ctx.mesh.size()
         return F.pad(whole, [*(0, 0) * (whole.ndim - ctx.dim - 1), 0, ctx.past]), None, None, None
@@ -172,20 +185,22 @@ class _Shared(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
         total = gradient.contiguous().clone()
         all_reduce_sum(total, ctx.mesh.get_group())
         return total / ctx.mesh.size(), None
 
 
-def _is_behind_leave(x: torch.Tensor) -> bool:
+def is_behind_leave(x: torch.Tensor) -> bool:
+    """Whether something that left a region is in the graph of `x`."""
     pending, seen = [x.grad_fn], set()
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
-        if node.name() in ("_LeaveBackward", "_ScaledBackward"):
-            return True
+        if node.name() in ("_LeaveBackward", "_ScaledBackward", "CheckpointFunctionBackward"):
+            return True  # a reentrant checkpoint hides what lies inside it
         seen.add(node)
         pending.extend(following for following, _ in node.next_functions)
     return False

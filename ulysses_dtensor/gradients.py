@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
 from ulysses_dtensor.collectives import all_reduce_max, all_reduce_sum
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.passes import backward_id
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,17 +24,21 @@ if TYPE_CHECKING:
 _BUCKET_ELEMENTS = 2**24
 
 
-def check_reducers(model: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any) -> bool:
-    """Returns whether some trainable parameter of `model` has nobody who averages its gradient over `mesh`.
+def check_reducers(model: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Returns the trainable parameters of `model` that have nobody who averages their gradients over `mesh`.
 
     Raises:
         PlanError: FSDP or DDP average over ranks that leave part of the sequence group out, FSDP divides by a factor of
             its own, or an input depends on trainable parameters that are not the model's.
     """
     if not torch.is_grad_enabled():
-        return False
+        return []
     ranks = set(dist.get_process_group_ranks(mesh.get_group()))
     managed, problems = _fsdp_managed(model, ranks)
+    if any(_is_flattened(module) for module in model.modules()):
+        problems.append(
+            "FullyShardedDataParallel (FSDP1) is not supported: it flattens parameters. Use fully_shard (FSDP2)."
+        )
     left = []
     for name, p in model.named_parameters():
         if not p.requires_grad or id(p) in managed:
@@ -52,13 +58,11 @@ def check_reducers(model: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any) -
                 "Give it a process group of all dp x sp ranks."
             )
         left = []
-    stepping = [
-        name for name, p in model.named_parameters() if any(p is q for q in left) and p._post_accumulate_grad_hooks
-    ]
-    if stepping:
+    hooked = [name for name, p in model.named_parameters() if any(p is q for q in left) and _has_hooks(p)]
+    if hooked:
         problems.append(
-            f"parameter {stepping[0]} has a post-accumulate hook, which would see its gradient before it is averaged. "
-            "Step after the backward, or wrap the model in FSDP2 or DDP."
+            f"parameter {hooked[0]} has a hook, which would see its gradient before it is averaged over the sequence group. "
+            "Work on gradients after the backward, or wrap the model in FSDP2 or DDP."
         )
     foreign = _foreign_parameters(model, managed, args, kwargs)
     if foreign:
@@ -68,7 +72,17 @@ def check_reducers(model: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any) -
         )
     if problems:
         raise PlanError("UlyssesPlan: gradients would be wrong.\n  " + "\n  ".join(dict.fromkeys(problems)))
-    return bool(left)
+    return left
+
+
+def _is_flattened(module: nn.Module) -> bool:
+    """Whether FSDP1 keeps this module's parameters: in a flat one, or as plain tensors that hide its own."""
+    flat = isinstance(module, FullyShardedDataParallel) or "_flat_param" in module._parameters
+    return flat or any(isinstance(vars(module).get(name), torch.Tensor) for name in module._parameters)
+
+
+def _has_hooks(p: torch.Tensor) -> bool:
+    return bool(p._backward_hooks) or bool(p._post_accumulate_grad_hooks)
 
 
 def plain_state(model: nn.Module) -> list[torch.Tensor]:
@@ -78,25 +92,28 @@ def plain_state(model: nn.Module) -> list[torch.Tensor]:
     return [x for x in state if not isinstance(x, DTensor) and id(x) not in managed and x.device.type != "meta"]
 
 
-def reduce_at_end(model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
-    """Returns what to call during a backward so that, at its end, plain parameters' gradients are averaged over `mesh`."""
-    return _ReduceAtEnd(model, mesh)
+class ReduceAtEnd:
+    """Called during a backward, averages plain parameters' gradients over a mesh at its end."""
 
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.backward = mesh, -1
+        self.parameters: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
-class _ReduceAtEnd:
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        self.model, self.mesh, self.backward = model, mesh, -1
+    def add(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Adds what a forward used: any later backward may reach it."""
+        self.parameters.update({id(p): p for p in parameters})
 
     def __call__(self) -> None:
-        if self.backward != _backward_id():
-            self.backward = _backward_id()
+        """Asks for the reduction at the end of the backward that runs."""
+        if self.backward != backward_id():
+            self.backward = backward_id()
             torch.autograd.Variable._execution_engine.queue_callback(self.reduce)
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Averages the gradients; where some ranks have one and others none, those count as zero."""
         self.backward = -1
-        params = [p for p in self.model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        params = [p for p in self.parameters.values() if p.requires_grad]
         if not params:
             return
         group = self.mesh.get_group()
@@ -135,16 +152,6 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override] - torch types it *Any
         return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
-
-
-def in_backward() -> bool:
-    """Whether the calling thread runs inside a backward pass, as a recompute of activation checkpointing does."""
-    return _backward_id() != -1
-
-
-def _backward_id() -> int:
-    # Private; torch's own checkpointing stands on it. If torch moves it, tests/test_gradients.py says so first.
-    return torch._C._current_graph_task_id()
 
 
 def _active_ddp(model: nn.Module) -> DistributedDataParallel | None:

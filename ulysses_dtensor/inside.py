@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from ulysses_dtensor.attend import attend
 from ulysses_dtensor.collectives import all_reduce_max
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.heads import Heads
+from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.randomness import own_random_state
 from ulysses_dtensor.sdpa import sharded_sdpa
 
@@ -59,9 +59,18 @@ def declared_attention(
     *,
     seq_dim: int,
     head_dim: int,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
 ) -> torch.Tensor:
     """Hands an attention that was declared by layout to whichever mode its block runs in; runs it alone without one.
+
+    Args:
+        query: local.
+        key: local.
+        value: local.
+        call: the attention itself.
+        seq_dim: dim of the tokens.
+        head_dim: dim of the heads.
+        mesh: where plain tensors are shards of equal length when no block is running; None: they are whole then.
 
     Raises:
         PlanError: no block is running, and the ranks' tensors differ in length.
@@ -69,6 +78,8 @@ def declared_attention(
     tensors, dims = (query, key, value), {"seq_dim": seq_dim, "head_dim": head_dim, "mesh": mesh}
     if has_torch_function(tensors):
         return handle_torch_function(declared_attention, tensors, *tensors, call, **dims)
+    if mesh is None:
+        return call(query, key, value, heads_of(query.shape[head_dim], key.shape[head_dim], 1, 0))
     local = query.shape[seq_dim]
     lengths = torch.tensor([local, -local], device=query.device)
     all_reduce_max(lengths, mesh.get_group())

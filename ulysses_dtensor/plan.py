@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import parallelize_module as torch_parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ulysses_dtensor.attention import UlyssesAttention, is_declared
+from ulysses_dtensor.attention import UlyssesAttention, declare, is_declared
 from ulysses_dtensor.errors import LayoutError, PlanError
 from ulysses_dtensor.layout import Layout, LayoutLike, as_layout
 from ulysses_dtensor.meshes import sequence_mesh
@@ -84,7 +84,7 @@ class UlyssesPlan(ParallelStyle):
         )
         for name, style in self._styles(module).items():
             if isinstance(style, UlyssesAttention):
-                style._apply(module.get_submodule(name), mesh)
+                declare(module.get_submodule(name), style, mesh, alone=False)
         converted: set[int] = set()
         for name, held in found.blocks.items():
             block = module.get_submodule(name)
@@ -92,7 +92,7 @@ class UlyssesPlan(ParallelStyle):
                 converted.add(id(block))
                 convert_block(block, region, name, tuple(found.attentions[inner] for inner in held))
         for name, attention in found.attentions.items():
-            if id(attention) not in converted and not is_declared(attention):
+            if id(attention) not in converted:
                 converted.add(id(attention))
                 convert_attention(attention, region, name)
         for names, convert in ((found.beside, convert_beside), (found.ancestors, convert_ancestor)):

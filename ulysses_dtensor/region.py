@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from ulysses_dtensor import agreement, gradients
-from ulysses_dtensor.boundary import enter, is_shard_of, leave, local_of, scaled, shard
+from ulysses_dtensor.boundary import enter, is_behind_leave, is_shard_of, leave, local_of, scaled, shard
 from ulysses_dtensor.calls import Call, call_key, declared_length, hidden_options
 from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.inside import Inside
 from ulysses_dtensor.layout import Layout
 from ulysses_dtensor.leftovers import tensors_in
+from ulysses_dtensor.passes import in_backward
 from ulysses_dtensor.probe import Decision, Mixes, probe
 from ulysses_dtensor.tail import Tail
 
@@ -44,6 +45,7 @@ class Region:
         self.agreed = False
         self.agreement_seconds: float | None = None
         self.decisions: dict[Any, Decision | None] = {}
+        self.reducer = gradients.ReduceAtEnd(mesh)
         self.on_backward: Callable[[], None] | None = None
         self.history = ""
 
@@ -60,7 +62,16 @@ class Region:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "active": 0, "bypassed": 0, "inside": 0, "agreed": False, "on_backward": None}
+        fresh = gradients.ReduceAtEnd(self.mesh)
+        return {
+            **self.__dict__,
+            "reducer": fresh,
+            "active": 0,
+            "bypassed": 0,
+            "inside": 0,
+            "agreed": False,
+            "on_backward": None,
+        }
 
     @property
     def ranks(self) -> int:
@@ -138,11 +149,11 @@ def _ancestor_forward(
     if region.bypassed or region.active:
         return call(*args, **kwargs)
     problem = None
-    reduces = False
+    left: list[torch.Tensor] = []
     try:
         _check_inputs(region, args, kwargs)
         region.declared_len = declared_length(module, args, kwargs, region.inputs, region.mesh)
-        reduces = gradients.check_reducers(module, region.mesh, args, kwargs)
+        left = gradients.check_reducers(module, region.mesh, args, kwargs)
     except PlanError as error:
         problem = error
     if region.ranks > 1 and (region.check == "always" or not region.agreed):
@@ -157,11 +168,13 @@ def _ancestor_forward(
         region.agreed, region.agreement_seconds = True, time.perf_counter() - started
     elif problem is not None:
         raise problem
-    region.on_backward = (region.on_backward or gradients.reduce_at_end(module, region.mesh)) if reduces else None
+    region.reducer.add(left)
+    region.on_backward = region.reducer if left else None
     region.active += 1
     try:
         with Tail(region.mesh, region.on_backward) as tail:
             result = call(*args, **kwargs)
+        tail.check()
     finally:
         region.active -= 1
     return tree_map(lambda x: _out(x, region, tail), result)
@@ -195,7 +208,8 @@ def _gathered_slices(region: Region, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if not any(isinstance(x, Deferred) for x in tree_flatten((args, kwargs))[0]):
         return args, kwargs
     return tree_map(
-        lambda x: x.whole(lambda base: leave(base, region.on_backward)) if isinstance(x, Deferred) else x, (args, kwargs)
+        lambda x: x.whole(lambda base: leave(base, region.on_backward)) if isinstance(x, Deferred) else x,
+        (args, kwargs),
     )
 
 
@@ -214,11 +228,17 @@ def _block_forward(
     args, kwargs = _gathered_slices(region, args, kwargs)
     leaves, spec = tree_flatten((args, kwargs))
     if not any(is_shard_of(x, region.mesh) for x in leaves):
-        if not (torch.compiler.is_compiling() or region.active or gradients.in_backward()):
+        if not (torch.compiler.is_compiling() or region.active or in_backward()):
             raise PlanError(
                 f"UlyssesPlan: block {name} was called by itself. Call the converted model, or run the block under bypass."
             )
-        if all(region.is_short(seq_len) for seq_len in _possible_lengths(module, region, leaves, spec)):
+        lengths = _possible_lengths(module, region, leaves, spec)
+        if not lengths:
+            raise PlanError(
+                f"UlyssesPlan: {name} ({type(module).__name__}) is given no tensor that could be the hidden state. Pass it as an "
+                "argument, or in a tuple, list or dictionary, not in an object of one's own."
+            )
+        if all(region.is_short(seq_len) for seq_len in lengths):
             return _run_whole(call, region, args, kwargs)
     found = _decide(call, module, region, name, leaves, spec, attentions)
     assert found is not None  # a block that mixes raised
@@ -233,11 +253,11 @@ def _attention_forward(
     module: nn.Module, region: Region, name: str, original: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
     call = _own(module, original)
-    if torch.compiler.is_compiling() or region.bypassed or region.inside or not gradients.in_backward():
+    if torch.compiler.is_compiling() or region.bypassed or region.inside or not in_backward():
         return call(*args, **kwargs)
     raise PlanError(
         f"UlyssesPlan: {name} is recomputed apart from its block, so it cannot know the whole sequence. "
-        "Checkpoint whole blocks, not parts of them."
+        "Checkpoint whole blocks, not parts of them; after a forward under bypass, run the backward under bypass too."
     )
 
 
@@ -362,6 +382,11 @@ def _check_inputs(region: Region, args: Any, kwargs: Any) -> None:
             raise PlanError(
                 f"{region.who}: an input is a DTensor placed {x.placements} on {x.device_mesh}. Pass the whole plain tensor, "
                 f"or a hidden state cut at its tokens over {region.mesh}."
+            )
+        if is_behind_leave(x):
+            raise PlanError(
+                f"{region.who}: an input in shards is a result of a converted model, whose gradient would be scaled twice. "
+                "Convert the module that holds both calls, or let the first return whole tensors (outputs='replicate')."
             )
         if not x.is_floating_point():
             raise PlanError(

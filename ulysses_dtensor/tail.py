@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,11 @@ _ELEMENTWISE = frozenset(
     "add sub mul div true_divide neg __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ "
     "float double half bfloat16 to type type_as clone contiguous detach relu gelu silu tanh sigmoid exp square abs".split()
 )
-_IN_PLACE = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ipow__ __set__".split())
+_IN_PLACE = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ipow__ __set__ data".split())
+_IN_PLACE_MESSAGE = (
+    "UlyssesPlan: {name} changes a hidden state in place between the blocks, where it is held in shards. "
+    "Write it out of place."
+)
 
 
 class Tail(TorchFunctionMode):
@@ -41,14 +46,24 @@ class Tail(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh, on_backward: Callable[[], None] | None) -> None:
         super().__init__()
         self.mesh, self.on_backward = mesh, on_backward
-        self._wholes: dict[tuple[int, bool], tuple[DTensor, torch.Tensor]] = {}
+        self._wholes: dict[tuple[int, bool], tuple[DTensor, torch.Tensor, int]] = {}
 
     def whole(self, x: DTensor) -> torch.Tensor:
         """Returns the whole tensor, gathered once a forward (once more with gradients, if first without)."""
         key = (id(x), torch.is_grad_enabled())
         if key not in self._wholes:
-            self._wholes[key] = (x, leave(x, self.on_backward))
+            gathered = leave(x, self.on_backward)
+            self._wholes[key] = (x, gathered, _version(gathered))
         return self._wholes[key][1]
+
+    def check(self) -> None:
+        """Refuses what wrote into a view of a hidden state, or into the state itself: the shards have not seen it.
+
+        Raises:
+            PlanError: a gathered tensor, or a view of it, was changed in place.
+        """
+        if any(_version(gathered) != version for _, gathered, version in self._wholes.values()):
+            raise PlanError(_IN_PLACE_MESSAGE.format(name="the model's own code"))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,13 +77,13 @@ class Tail(TorchFunctionMode):
                 "UlyssesPlan: register_hook on a hidden state between the blocks, where it is held in shards: the hook would "
                 "see a shard's gradient. Hook the model's inputs or outputs."
             )
-        if not (held or deferred) or name in _FACTS or (held and _is_identity(name, args)):
+        if not (held or deferred) or name in _FACTS or (name == "type" and len(args) == 1 and not kwargs):
+            return func(*args, **kwargs)
+        if held and _is_identity(name, args):
+            _check_function()
             return func(*args, **kwargs)
         if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or kwargs.get("out") is not None:
-            raise PlanError(
-                f"UlyssesPlan: {name} changes a hidden state in place between the blocks, where it is held in shards. "
-                "Write it out of place."
-            )
+            raise PlanError(_IN_PLACE_MESSAGE.format(name=name))
         if name in _ELEMENTWISE and not deferred and len({(tuple(x.shape), x.placements) for x in held}) == 1:
             result = self.elementwise(func, held[0], args, kwargs)
             if result is not None:
@@ -110,6 +125,23 @@ def _is_torchs(args: Any, kwargs: Any) -> bool:
 def _is_identity(name: str, args: Any) -> bool:
     """Whether this is `x.view_as(x)`, by which autograd passes a custom function's input on: module hooks, FSDP."""
     return name == "view_as" and len(args) == 2 and args[0] is args[1]
+
+
+def _check_function() -> None:
+    """Refuses a custom autograd function of the model's own code, whose backward would see a shard's gradient."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "apply":
+        frame = frame.f_back
+    kind = None if frame is None else frame.f_locals.get("cls")
+    if isinstance(kind, type) and not kind.__module__.startswith("torch."):
+        raise PlanError(
+            f"UlyssesPlan: the custom autograd function {kind.__name__} is applied to a hidden state between the blocks, where "
+            "it is held in shards. Call it inside a module, so that it can be proven to keep tokens apart."
+        )
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def _broadcasts(shape: tuple[int, ...], x: torch.Tensor) -> bool:
