@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ulysses_dtensor import UlyssesPlan, count_collectives, parallelize_module
 from ulysses_dtensor.gradients import _active_ddp, tie
-from ulysses_dtensor.passes import in_backward
+from ulysses_dtensor.passes import backward_id, in_backward
 from ulysses_dtensor.testing import full_value, run_on_mesh
 
 IDS = ids_of(2, 9)

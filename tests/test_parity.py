@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -121,3 +122,81 @@ def test_rejects_dropout() -> None:
 
     with pytest.raises(PlanError, match=r"drop drops at random .* Call model.eval\(\) first"):
         reports((ids_of(1, 9),), model=Dropping())
+
+
+class Wrapped(nn.Module):
+    """A decoder whose result is changed by a function, for what results may look like."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.decoder, self.change = decoder(), change
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.change(self.decoder(ids))
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+
+
+def test_a_result_in_a_dataclass_is_looked_into() -> None:
+    report = reports((ids_of(2, 9),), model=Wrapped(Output))[0]
+    assert report.passed
+    assert len(report.outputs) == 1
+    assert report.gradient_error > 0
+
+
+def test_a_result_without_tensors_does_not_pass() -> None:
+    report = reports((ids_of(2, 9),), model=Wrapped(lambda out: "text"))[0]
+    assert not report.passed
+    assert "nothing was compared" in str(report)
+
+
+def test_whole_numbers_must_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ulysses_dtensor import inside
+
+    monkeypatch.setattr(inside, "sharded_sdpa", lambda *args, seq_len, group, **kwargs: SDPA(*args, **kwargs))
+    report = reports(
+        (ids_of(2, 40),), model=Wrapped(lambda out: out.argsort(-1)), loss_fn=lambda out: out.sum() * torch.ones(())
+    )[0]
+    assert not report.outputs[0].passed
+
+
+def test_a_model_that_differs_from_itself_does_not_pass() -> None:
+    calls = iter(range(100))
+    report = reports((ids_of(2, 9),), model=Wrapped(lambda out: out * (1 + next(calls))))[0]
+    assert not report.passed
+    assert "one device twice differs already" in str(report)
+
+
+class KeyBias(nn.Module):
+    """The bias of a key shifts all scores of a query alike: its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList([KeyBiasBlock()])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](self.embed(ids))
+
+
+class KeyBiasBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_gradient_that_is_rounding_of_zero_is_no_difference() -> None:
+    with float64():
+        torch.manual_seed(0)
+        model = KeyBias()
+    report = reports((ids_of(2, 9),), model=model)[0]
+    bias = next(row for row in report.gradients if row.name.endswith("key.bias"))
+    assert bias.largest < 1e-15
+    assert report.passed

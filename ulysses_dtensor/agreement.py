@@ -12,6 +12,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ulysses_dtensor.collectives import all_gather, all_reduce_max
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.leftovers import tensors_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -119,7 +120,8 @@ def _input_hashes(args: Any, kwargs: Any) -> tuple[list[str], list[torch.Tensor]
         else:
             value = repr(x) if x is None or isinstance(x, (bool, int, float, str)) else type(x).__name__
             names.append(f"{name} = {value}")
-            hashes.append(torch.zeros((), dtype=torch.int64))
+            held = [] if x is None or isinstance(x, (bool, int, float, str)) else list(tensors_in(x))
+            hashes.append(torch.tensor(state_hash([y for y in held if not isinstance(y, DTensor)])))
     return names, hashes
 
 

@@ -99,6 +99,9 @@ class ReduceAtEnd:
         self.mesh, self.backward = mesh, -1
         self.parameters: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReduceAtEnd, (self.mesh,)  # weak references do not travel by pickle; a copy has parameters of its own
+
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
         """Adds what a forward used: any later backward may reach it."""
         self.parameters.update({id(p): p for p in parameters})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ulysses_dtensor.collectives import all_reduce_max, count_collectives
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.leftovers import tensors_in
 from ulysses_dtensor.redistribute import redistribute
 from ulysses_dtensor.region import Region, bypass, region_of
 from ulysses_dtensor.tables import table
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW_PRECISION_TOLERANCE = 5e-2
+_SMALL = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Row:
     @property
     def passed(self) -> bool:
         """Whether the difference is rounding."""
-        return self.error <= self.tolerance + 10 * self.control
+        return self.error <= self.tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,42 +108,52 @@ def check_parity(model: nn.Module, inputs: Any, loss_fn: Callable[[Any], torch.T
             f"check_parity: {dropouts[0]} drops at random (one of {len(dropouts)}), which is equal in distribution only. "
             "Call model.eval() first, or set p=0."
         )
-    with _kept(model):
-        with bypass(model):
-            single = _run(model, inputs, loss_fn)
-            control = _run(model, inputs, loss_fn)
-        with count_collectives() as count:
-            parallel = _run(model, inputs, loss_fn)
+    with bypass(model):
+        single = _run(model, inputs, loss_fn)
+        control = _run(model, inputs, loss_fn)
+    with count_collectives() as count:
+        parallel = _run(model, inputs, loss_fn)
     problems = []
     if region.ranks == 1 or "all-to-all" not in count.kinds:
         problems.append("nothing ran in parallel: no exchange was made (one rank, or too few tokens for all ranks).")
+    if not single.outputs:
+        problems.append("nothing was compared: the result holds no tensor that could be found.")
     outputs = _rows(single.outputs, parallel.outputs, control.outputs, region)
     gradients = _rows(single.gradients, parallel.gradients, control.gradients, region)
+    buffers = _rows(single.buffers, parallel.buffers, control.buffers, region)
+    unsure = [row.name for row in (*outputs, *gradients, *buffers) if not row.control <= row.tolerance]
+    if unsure:
+        problems.append(
+            f"one device twice differs already ({unsure[0]}): the model draws random numbers. Fix their seed."
+        )
     if single.gradients and not any(row.largest > 0 for row in gradients):
         problems.append("every gradient is zero: the loss depends on no parameter.")
     missing = [name for name, value in single.gradients.items() if name not in parallel.gradients and bool(value.any())]
     problems += [f"{name} has a gradient on one device and none in parallel." for name in missing]
-    return ParityReport(outputs, gradients, tuple(problems))
+    return ParityReport((*outputs, *buffers), gradients, tuple(problems))
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
     outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
 
 
 def _run(model: nn.Module, inputs: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> _Result:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with _kept(model), torch.random.fork_rng(devices):  # every run starts from the same buffers and random state
+        return _forward_and_backward(model, inputs, loss_fn)
+
+
+def _forward_and_backward(model: nn.Module, inputs: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> _Result:
     for p in model.parameters():
         p.grad = None
     if isinstance(inputs, Mapping):
         result = model(**inputs)
     else:
         result = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-    outputs = {
-        f"result{keystr(path)}": _whole(x)
-        for path, x in tree_flatten_with_path(result)[0]
-        if isinstance(x, torch.Tensor) and x.is_floating_point()
-    }
+    outputs = {f"result{at}": _whole(x) for at, x in _named_tensors(result)}
     if loss_fn is not None:
         loss = loss_fn(result)
         outputs["loss"] = loss
@@ -151,7 +164,18 @@ def _run(model: nn.Module, inputs: Any, loss_fn: Callable[[Any], torch.Tensor] |
     if loss.requires_grad:
         loss.backward()
     gradients = {name: _whole(p.grad).detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-    return _Result({name: x.detach().clone() for name, x in outputs.items()}, gradients)
+    buffers = {
+        name: buffer.detach().clone() for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)
+    }
+    return _Result({name: x.detach().clone() for name, x in outputs.items()}, gradients, buffers)
+
+
+def _named_tensors(result: Any) -> list[tuple[str, torch.Tensor]]:
+    found = []
+    for path, x in tree_flatten_with_path(result)[0]:
+        held = [x] if isinstance(x, torch.Tensor) else list(tensors_in(x))
+        found += [(f"{keystr(path)}{f'[{at}]' if len(held) > 1 else ''}", y) for at, y in enumerate(held)]
+    return found
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
@@ -165,16 +189,20 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 def _weighted(x: torch.Tensor) -> torch.Tensor:
     """A sum in which every element counts differently, so that no two can be swapped unseen."""
     weights = torch.arange(x.numel(), device=x.device, dtype=torch.float64).sin().view(x.shape)
-    return (x.double() * weights).sum() / max(1, x.numel()) ** 0.5
+    real = torch.view_as_real(x).sum(-1) if x.is_complex() else x
+    return (real.double() * weights).sum() / max(1, x.numel()) ** 0.5
 
 
 def _rows(
     single: dict[str, torch.Tensor], parallel: dict[str, torch.Tensor], control: dict[str, torch.Tensor], region: Region
 ) -> tuple[Row, ...]:
     figures = []
+    sizes = {name: _size(value) for name, value in single.items()}
+    overall = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
     for name, value in single.items():
-        largest = float(value.abs().max()) if value.numel() else 0.0
-        scale = largest or 1.0
+        largest = sizes[name]
+        # What is rounding of zero, as the gradient of a key's bias, is measured against its likes.
+        scale = max(largest if math.isfinite(largest) else 0.0, _SMALL * overall) or 1.0
         error = _difference(value, parallel.get(name)) / scale
         figures.append((error, _difference(value, control.get(name)) / scale, largest))
     if not figures:
@@ -182,18 +210,32 @@ def _rows(
     shared = torch.tensor(figures, dtype=torch.float64, device=region.mesh.device_type)
     all_reduce_max(shared, region.mesh.get_group())
     return tuple(
-        Row(name, error, again, _TOLERANCE.get(value.dtype, _LOW_PRECISION_TOLERANCE), largest)
+        Row(name, error, again, _tolerance(value.dtype), largest)
         for (name, value), (error, again, largest) in zip(single.items(), shared.tolist(), strict=True)
     )
 
 
+def _tolerance(dtype: torch.dtype) -> float:
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return 0.0
+    return _TOLERANCE.get(dtype.to_real() if dtype.is_complex else dtype, _LOW_PRECISION_TOLERANCE)
+
+
+def _size(x: torch.Tensor) -> float:
+    return float(x.abs().max()) if x.numel() and x.dtype != torch.bool else 0.0
+
+
 def _difference(a: torch.Tensor, b: torch.Tensor | None) -> float:
     if b is None:
-        return float(a.abs().max()) if a.numel() else 0.0
+        return _size(a)
     if a.shape != b.shape:
         return float("inf")
-    difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs()).nan_to_num(float("inf"))
-    return float(difference.max()) if a.numel() else 0.0
+    same = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() or a.is_complex() else a == b
+    if bool(same.all()):
+        return 0.0
+    if not (a.is_floating_point() or a.is_complex()):
+        return float("inf")
+    return float(torch.where(same, 0, (a - b).abs()).nan_to_num(float("inf")).max())
 
 
 @contextmanager

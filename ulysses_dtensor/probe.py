@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +76,7 @@ def probe(
     """
     started = time.perf_counter()
     trouble: list[Rejected] = []
-    with torch.inference_mode(False), telling_parameters(module):
+    with torch.inference_mode(False), _fresh_caches(), telling_parameters(module):
         leaves = [telling(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         for hidden in options:
             length = seq_len(hidden)
@@ -90,6 +91,21 @@ def probe(
                 return Decision(tuple(hidden.items()), cuts, outputs, calls, spare, time.perf_counter() - started)
     reason = str(max(trouble, key=lambda rejected: rejected.weight)) if trouble else "no argument could hold tokens"
     raise Mixes(f"{who}: {reason}.")
+
+
+@contextmanager
+def _fresh_caches() -> Iterator[None]:
+    """Keeps what is derived from parameters and cached apart: autocast's casts, and parametrizations'."""
+    torch.clear_autocast_cache()
+    cache = nn.utils.parametrize._cache  # private: `parametrize.cached()` has no other way to look into it
+    kept = dict(cache)
+    cache.clear()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        cache.clear()
+        cache.update(kept)
 
 
 def _guesses(leaves: Sequence[Any], hidden: Dims, seq_len: int, fixed: Mapping[int, int | None]) -> Iterator[Dims]:
