@@ -31,8 +31,8 @@ def agree(
     kwargs: Any,
     facts: Sequence[tuple[str, object]],
     who: str,
-) -> None:
-    """Returns when all ranks of the group pass equal inputs and facts and none has a problem.
+) -> bool:
+    """Returns, when the ranks of a group pass equal inputs and facts and none has a problem, whether they are seeded alike.
 
     Args:
         mesh: one-dimensional; its ranks compare.
@@ -61,12 +61,14 @@ def agree(
         values[_FACT_SLOTS + at] = value.to(device)
     for at, value in enumerate(rest):
         values[-1] = (values[-1] * 31 + value.to(device) + at) & _MASK
+    values = torch.cat((values, _random_state_hash(device).view(1)))
     extremes = torch.cat((values, -values))
     all_reduce_max(extremes, mesh.get_group())
     largest, smallest = extremes.view(2, -1).tolist()
-    if largest[0] == 0 and all(a == -b for a, b in zip(largest, smallest, strict=True)):
-        return
-    rows = all_gather(values, mesh.get_group()).tolist()
+    equal = [a == -b for a, b in zip(largest, smallest, strict=True)]
+    if largest[0] == 0 and all(equal[:-1]):
+        return equal[-1]
+    rows = all_gather(values[:-1], mesh.get_group()).tolist()
     if largest[0]:
         raise PlanError(_gathered_problems(mesh, problem)) from problem
     labels += [""] * (_FACT_SLOTS - len(labels))
@@ -147,6 +149,13 @@ def state_hash(tensors: Sequence[torch.Tensor]) -> int:
     """Returns one hash of the contents of many tensors, in order."""
     hashes = [content_hash(x).cpu() for x in tensors]
     return int(content_hash(torch.stack(hashes))) if hashes else 0
+
+
+def _random_state_hash(device: torch.device) -> torch.Tensor:
+    state = torch.get_rng_state()
+    if device.type != "cpu":
+        state = torch.cat((state, torch.get_device_module(device).get_rng_state().cpu()))
+    return content_hash(state).to(device)
 
 
 def _text_hash(text: str) -> int:

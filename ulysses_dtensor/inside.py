@@ -13,7 +13,7 @@ from ulysses_dtensor.attend import attend
 from ulysses_dtensor.collectives import all_reduce_max
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads, heads_of
-from ulysses_dtensor.randomness import own_random_state
+from ulysses_dtensor.randomness import own_random_state, refuse_draw
 from ulysses_dtensor.sdpa import sharded_sdpa
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ DROPOUTS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_
 class Inside(TorchFunctionMode):
     """Open while a block, or a module that keeps tokens apart, runs on its local tokens."""
 
-    def __init__(self, group: ProcessGroup, seq_len: int) -> None:
+    def __init__(self, group: ProcessGroup, seq_len: int, *, seeded_alike: bool = True) -> None:
         super().__init__()
-        self.group, self.seq_len = group, seq_len
+        self.group, self.seq_len, self.seeded_alike = group, seq_len, seeded_alike
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -42,6 +42,8 @@ class Inside(TorchFunctionMode):
         if func in DROPOUTS and drops(func, args, kwargs):
             with own_random_state(args[0].device, self.group):
                 return func(*args, **kwargs)
+        if not self.seeded_alike:
+            refuse_draw(func, kwargs)
         return func(*args, **kwargs)
 
 

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from ulysses_dtensor.errors import PlanError
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_DRAWS = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson uniform_ normal_ "
+    "random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ gumbel_softmax rrelu".split()
+)
+
+
+def refuse_draw(func: object, kwargs: Mapping[str, object]) -> None:
+    """Refuses a function that draws random numbers, dropout apart, on ranks whose generators differ.
+
+    A generator that the model passes itself is its own matter.
+
+    Raises:
+        PlanError: `func` is one.
+    """
+    name = getattr(func, "__name__", "")
+    if name in _DRAWS and kwargs.get("generator") is None:
+        raise PlanError(
+            f"UlyssesPlan: the model draws random numbers ({name}), and the ranks of a sequence group stand at different "
+            "states of the generator: each would draw its own. Seed them alike, or draw before the model and pass the numbers."
+        )
 
 
 @contextmanager

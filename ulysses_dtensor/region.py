@@ -43,6 +43,7 @@ class Region:
         self.inside = 0
         self.declared_len: int | None = None
         self.agreed = False
+        self.seeded_alike = True
         self.agreement_seconds: float | None = None
         self.decisions: dict[Any, Decision | None] = {}
         self.reducer = gradients.ReduceAtEnd(mesh)
@@ -164,7 +165,9 @@ def _ancestor_forward(
             ("parameters and buffers", 0 if region.agreed else agreement.state_hash(gradients.plain_state(module))),
         )
         started = time.perf_counter()
-        agreement.agree(region.mesh, problem=problem, args=args, kwargs=kwargs, facts=facts, who=region.who)
+        region.seeded_alike = agreement.agree(
+            region.mesh, problem=problem, args=args, kwargs=kwargs, facts=facts, who=region.who
+        )
         region.agreed, region.agreement_seconds = True, time.perf_counter() - started
     elif problem is not None:
         raise problem
@@ -172,7 +175,7 @@ def _ancestor_forward(
     region.on_backward = region.reducer if left else None
     region.active += 1
     try:
-        with Tail(region.mesh, region.on_backward) as tail:
+        with Tail(region.mesh, region.on_backward, seeded_alike=region.seeded_alike) as tail:
             result = call(*args, **kwargs)
         tail.check()
     finally:
@@ -359,7 +362,7 @@ def _run_local(
     args, kwargs = tree_unflatten(local, spec)
     if not torch.compiler.is_compiling():
         region.history = agreement.roll(region.history, f"{name} {seq_len}")
-    with Inside(region.mesh.get_group(), seq_len), region.running():
+    with Inside(region.mesh.get_group(), seq_len, seeded_alike=region.seeded_alike), region.running():
         result = call(*args, **kwargs)
     outputs, out_spec = tree_flatten(result)
     spare = [p for key, p in module.named_parameters() if key in found.spare and not isinstance(p, DTensor)]

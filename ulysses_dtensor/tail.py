@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from ulysses_dtensor.boundary import dim_of, enter, is_shard_of, leave, local_of, shard
 from ulysses_dtensor.deferred import Deferred, defer
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.randomness import refuse_draw
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,9 +44,9 @@ class Tail(TorchFunctionMode):
     element by element; any other one gets the whole tensor, gathered, as on one device. In place it is refused.
     """
 
-    def __init__(self, mesh: DeviceMesh, on_backward: Callable[[], None] | None) -> None:
+    def __init__(self, mesh: DeviceMesh, on_backward: Callable[[], None] | None, *, seeded_alike: bool = True) -> None:
         super().__init__()
-        self.mesh, self.on_backward = mesh, on_backward
+        self.mesh, self.on_backward, self.seeded_alike = mesh, on_backward, seeded_alike
         self._wholes: dict[tuple[int, bool], tuple[DTensor, torch.Tensor, int]] = {}
 
     def whole(self, x: DTensor) -> torch.Tensor:
@@ -67,6 +68,8 @@ class Tail(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self.seeded_alike:
+            refuse_draw(func, kwargs)
         if not _holds_dtensor(args) and not _holds_dtensor(kwargs.values()):
             return func(*args, **kwargs)
         name = _name(func)
