@@ -235,6 +235,18 @@ def test_rejects_blocks_that_mix_tokens(do: Forward, make: Callable[[], nn.Modul
     assert re.search(match, message), message
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-4, 1e-12])
+def test_rejects_mixing_too_small_to_see_in_values(size: float, dtype: torch.dtype) -> None:
+    model = doing(lambda self, x: x + size * x.mean(dim=1, keepdim=True)).to(dtype)
+    assert MIXED in refused(model)
+
+
+def test_rejects_positions_of_a_size_that_float32_holds() -> None:
+    model = doing(lambda self, x: x + 1e-4 * torch.arange(x.shape[1], dtype=x.dtype)[:, None]).float()
+    assert "counts positions from zero" in refused(model)
+
+
 def test_rejects_a_loss_of_its_router() -> None:
     class Routed(Block):
         def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]

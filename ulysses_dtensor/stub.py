@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.heads import heads_of
 from ulysses_dtensor.inside import DROPOUTS, MULTIHEAD, declared_attention, drops
 
 
@@ -57,6 +58,8 @@ class AttentionStub(TorchFunctionMode):
         return self._attention(query, key, value, -2, -3, (*flags, attn_mask is None))
 
     def _declared(self, query: Any, key: Any, value: Any, call: Any, *, seq_dim: int, head_dim: int, mesh: Any) -> Any:
+        if not self.flags and not torch.is_grad_enabled() and bool(query.isfinite().all()):
+            _check_heads_alike(query, key, value, call, head_dim)
         return self._attention(query, key, value, seq_dim, head_dim, ("declared", seq_dim, head_dim))
 
     def _attention(
@@ -84,6 +87,28 @@ class AttentionStub(TorchFunctionMode):
         score = (query * _ramp(query)).sum(-1, keepdim=True)
         score = score + (key * _ramp(key).flip(-1)).sum(-1, keepdim=True).repeat_interleave(repeats, head_dim)
         return value.repeat_interleave(repeats, head_dim) + score / query.shape[-1]
+
+
+def _check_heads_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Any, head_dim: int) -> None:
+    """Refuses a declared attention whose result for some heads differs when it is given those heads alone."""
+    num_heads, num_kv_heads = query.shape[head_dim], key.shape[head_dim]
+    if num_heads < 2 or num_heads % max(1, num_kv_heads):
+        return
+    whole, half = heads_of(num_heads, num_kv_heads, 1, 0), heads_of(num_heads, num_kv_heads, 2, 1)
+    try:
+        expected = call(query, key, value, whole).narrow(head_dim, half.query[0], half.num_query)
+        kv = (x.narrow(head_dim, half.kv[0], half.num_kv) for x in (key, value))
+        found = call(query.narrow(head_dim, half.query[0], half.num_query), *kv, half)
+    except PlanError:
+        raise
+    except Exception:  # it cannot be run on a few tokens, as with a mask of the whole sequence at hand
+        return
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(query.dtype, 5e-2)
+    if not torch.allclose(found, expected, rtol=0, atol=tolerance * max(1.0, float(expected.abs().max()))):
+        raise PlanError(
+            "its declared attention gives a head another result when it is given some of the heads: it depends on their numbers "
+            "or on each other (ALiBi slopes, a bias for each head, a norm over heads), which is not supported yet"
+        )
 
 
 def _ramp(like: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ulysses_dtensor.errors import PlanError
@@ -18,7 +19,10 @@ from ulysses_dtensor.leftovers import Watch, tensors_in
 from ulysses_dtensor.stub import AttentionStub
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_PLAIN_FLOAT32_TOLERANCE = 1e-5  # without TF32, which keeps ten bits
 _LOW_PRECISION_TOLERANCE, _LOW_PRECISION_MEAN_TOLERANCE = 5e-2, 1e-2  # the second sees positions of a usual size
+_TOKENS_ALONE = 3  # how many single tokens must use a parameter for it to count as always used
+_LARGE = 1e4  # past what a branch on the size of values lets pass, and within float16
 Dims = dict[int, int]
 """Leaf number to the dim of its tokens."""
 
@@ -45,6 +49,12 @@ class _Run:
     hidden: dict[int, torch.Tensor]
 
 
+@dataclass
+class _Gradients:
+    hidden: dict[int, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
 class Trial:
     """One guess of which leaves are per token at which dim, judged on a few tokens."""
 
@@ -63,9 +73,11 @@ class Trial:
         self.hidden, self.sliced, self.seq_len, self.attentions = hidden, sliced, seq_len, attentions
         sizes = {size for x in leaves if isinstance(x, torch.Tensor) for size in x.shape} | {seq_len}
         sizes |= {size for p in module.parameters() for size in p.shape}
-        self.tokens = next(n for n in itertools.count(11) if n not in sizes)
+        # No count of tokens that the module sees, nor what is left of it, equals any size that it has: a coincidence would tell
+        # nothing.
         self.some = next(n for n in itertools.chain((5, 6, 7, 4, 3), itertools.count(8)) if n not in sizes)
-        self.tokens = max(self.tokens, next(n for n in itertools.count(self.some + 6) if n not in sizes))
+        fits = (n for n in itertools.count(max(11, self.some + 6)) if not {n, n - self.some} & sizes)
+        self.tokens = next(fits)
 
     def without(self, leaf: int) -> Trial:
         """Returns the same trial with one leaf left whole."""
@@ -104,7 +116,10 @@ class Trial:
             self._compare(whole, self.run(single, plain_errors=True), single, dims, "a single token")
         self._check_tables(everything, dims)
         tainted = [1, self.tokens // 2 + 1, self.tokens - 2]
-        self._compare_taint(whole, self.run(everything, plain_errors=True, tainted=tainted), tainted, dims)
+        for value in (float("nan"), _LARGE):
+            self._compare_taint(
+                whole, self.run(everything, plain_errors=True, tainted=tainted, taint=value), tainted, dims
+            )
         self._compare_gradients(everything, some, dims)
         return dims, len(whole.flags)
 
@@ -125,13 +140,14 @@ class Trial:
         *,
         plain_errors: bool,
         tainted: Sequence[int] = (),
+        taint: float = float("nan"),
         gradients: bool = False,
         consecutive: bool = False,
         uncut: Sequence[int] = (),
     ) -> _Run:
         leaves = list(self.leaves)
         for leaf, dim in self.hidden.items():
-            values = self._values(leaves[leaf], dim, tainted).index_select(dim, self._index(at, leaves[leaf]))
+            values = self._values(leaves[leaf], dim, tainted, taint).index_select(dim, self._index(at, leaves[leaf]))
             leaves[leaf] = values.requires_grad_(gradients and values.is_floating_point())
         for leaf, dim in self.sliced.items():
             if leaf in uncut:
@@ -176,50 +192,76 @@ class Trial:
         )
 
     def spare_parameters(self) -> tuple[str, ...]:
-        """Returns the parameters that the output for some single token does not depend on, or that are frozen now."""
-        always = {id(p) for p in self.module.parameters() if p.requires_grad}
-        for token in range(self.tokens if always else 0):  # each goes its own way through a mixture of experts
+        """Returns the parameters that some tokens may leave unused: none where each single token uses all, else all.
+
+        Which expert of a mixture a token uses depends on the token, so that having been used tells nothing.
+        """
+        named = dict(self.module.named_parameters())
+        trainable = {id(p) for p in named.values() if p.requires_grad}
+        for token in range(_TOKENS_ALONE if trainable else 0):
             run = self.run([token], plain_errors=True, gradients=True)
-            always &= {id(getattr(node, "variable", None)) for node in _nodes(run.outputs)}
-        return tuple(name for name, p in self.module.named_parameters() if id(p) not in always)
+            if not trainable <= {id(getattr(node, "variable", None)) for node in _nodes(run.outputs)}:
+                return tuple(named)
+        return tuple(name for name, p in named.items() if not p.requires_grad)  # frozen now, perhaps not for ever
 
     def _compare_gradients(self, everything: list[int], some: list[int], dims: tuple[int | None, ...]) -> None:
         """Backward too must keep tokens apart, and be linear: what leaves the region multiplies gradients."""
         if any(isinstance(part, FSDPModule) for part in self.module.modules() if part is not self.module):
             return  # a backward through part of them would leave their states half way
-        whole, part = self._gradients(everything, dims, 1.0), self._gradients(some, dims, 4.0)
+        rest = [token for token in everything if token not in some]
+        whole, part, other = (
+            self._gradients(at, dims, scale) for at, scale in ((everything, 4.0), (some, 1.0), (rest, 1.0))
+        )
         for leaf, dim in self.hidden.items():
-            a, b = whole.get(leaf), part.get(leaf)
+            a, b = whole.hidden.get(leaf), part.hidden.get(leaf)
             if (a is None) != (b is None) or (
-                a is not None and b is not None and not _close(4.0 * a.index_select(dim, self._index(some, a)), b)
+                a is not None and b is not None and not _close(a.index_select(dim, self._index(some, a)), 4.0 * b)
             ):
                 raise Rejected(
                     5,
                     "its backward mixes tokens, or does not scale with the gradient (a hook or a function that divides by a "
                     "norm or clips)",
                 )
+        for name, a in whole.parameters.items():
+            b = 4.0 * sum(found.parameters[name] for found in (part, other) if name in found.parameters)
+            if not isinstance(b, torch.Tensor) or not _close(a, b):
+                raise Rejected(
+                    5,
+                    f"the gradient of its parameter {name} is not a sum over tokens (an auxiliary loss made from the tokens at "
+                    "hand, a hook that clips)",
+                )
 
-    def _gradients(self, at: list[int], dims: tuple[int | None, ...], scale: float) -> dict[int, torch.Tensor]:
-        """Returns the gradients of the hidden leaves, for a weighted sum of the outputs at these tokens."""
+    def _gradients(self, at: list[int], dims: tuple[int | None, ...], scale: float) -> _Gradients:
+        """Returns the gradients of hidden leaves and parameters, for a weighted sum of the outputs at these tokens."""
         run = self.run(at, plain_errors=True, gradients=True)
         outputs, weights = [], []
         for x, dim in zip(run.outputs, dims, strict=True):
             if isinstance(x, torch.Tensor) and dim is not None and x.requires_grad:
                 outputs.append(x)
-                weights.append(scale * self._values(x, dim, ()).index_select(dim, self._index(at, x)))
+                weights.append(scale * self._values(x, dim).index_select(dim, self._index(at, x)))
         inputs = {leaf: x for leaf, x in run.hidden.items() if x.requires_grad}
-        if not outputs or not inputs or "CheckpointFunctionBackward" in {node.name() for node in _nodes(outputs)}:
-            return {}  # torch differentiates a reentrant checkpoint with respect to all its leaves or none
-        gradients = torch.autograd.grad(outputs, list(inputs.values()), weights, allow_unused=True)
-        return {leaf: gradient for leaf, gradient in zip(inputs, gradients, strict=True) if gradient is not None}
+        parameters = {
+            name: p for name, p in self.module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
+        }
+        if not outputs or "CheckpointFunctionBackward" in {node.name() for node in _nodes(outputs)}:
+            return _Gradients(
+                {}, {}
+            )  # torch differentiates a reentrant checkpoint with respect to all its leaves or none
+        wanted = [*inputs.values(), *parameters.values()]
+        found = torch.autograd.grad(outputs, wanted, weights, allow_unused=True) if wanted else ()
+        of_inputs, of_parameters = found[: len(inputs)], found[len(inputs) :]
+        return _Gradients(
+            {leaf: gradient for leaf, gradient in zip(inputs, of_inputs, strict=True) if gradient is not None},
+            {name: gradient for name, gradient in zip(parameters, of_parameters, strict=True) if gradient is not None},
+        )
 
-    def _values(self, like: torch.Tensor, dim: int, tainted: Sequence[int]) -> torch.Tensor:
+    def _values(self, like: torch.Tensor, dim: int, tainted: Sequence[int] = (), taint: float = 0.0) -> torch.Tensor:
         shape = list(like.shape)
         shape[dim] = self.tokens
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(shape, generator=generator, dtype=torch.float64).to(like.dtype)
         if tainted:
-            values.index_fill_(dim, torch.tensor(tainted), float("nan"))
+            values.index_fill_(dim, torch.tensor(tainted), taint)
         return values.to(like.device)
 
     def _index(self, at: list[int], like: torch.Tensor) -> torch.Tensor:
@@ -281,12 +323,19 @@ class Trial:
                 raise Rejected(5, f"it mixes tokens outside attention, or counts positions from zero: it gives {kind}")
 
     def _compare_taint(self, whole: _Run, tainted: _Run, at: list[int], dims: tuple[int | None, ...]) -> None:
+        if whole.flags != tainted.flags:
+            raise Rejected(
+                6,
+                f"its attention's arguments depend on its tokens' values: {_first_difference(tainted.flags, whole.flags)}",
+            )
         others = [i for i in range(self.tokens) if i not in at]
         for a, b, dim in zip(whole.outputs, tainted.outputs, dims, strict=True):
             if isinstance(a, torch.Tensor):
                 clean, dirty = (a, b) if dim is None else (x.index_select(dim, self._index(others, x)) for x in (a, b))
                 if not _close(clean, dirty):
-                    raise Rejected(5, "it mixes tokens outside attention: NaN in some tokens reached others")
+                    raise Rejected(
+                        5, "it mixes tokens outside attention: NaN or large values in some tokens reached others"
+                    )
 
 
 @contextmanager
@@ -361,6 +410,8 @@ def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         return torch.equal(a, b)
     low = torch.is_autocast_enabled(a.device.type) or a.dtype not in _TOLERANCE
     tolerance = _LOW_PRECISION_TOLERANCE if low else _TOLERANCE[a.dtype]
+    if a.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        tolerance = tolerance if a.is_cuda and torch.backends.cudnn.allow_tf32 else _PLAIN_FLOAT32_TOLERANCE
     finite = torch.nan_to_num(a).double()
     scale = float(finite.abs().max()) if a.numel() else 1.0
     if not torch.allclose(a, b, rtol=0, atol=tolerance * scale, equal_nan=True):
