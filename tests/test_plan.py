@@ -387,9 +387,7 @@ def test_rejects_cross_attention() -> None:
             return self.blocks[0](x, memory)
 
     message = refused_model(seeded(Model), {"x": numbers(2, 9, WIDTH), "memory": numbers(2, 6, WIDTH)})
-    assert (
-        "query and 6 key tokens: cross-attention, or a kv cache, is not supported yet" in message
-    )
+    assert "query and 6 key tokens: cross-attention, or a kv cache, is not supported yet" in message
 
 
 def test_a_refused_forward_runs_under_bypass() -> None:

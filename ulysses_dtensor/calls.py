@@ -105,6 +105,18 @@ def call_key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     return (name, training, *((argument, *(_kind(x, reference) for x in leaves)) for argument, leaves in parts))
 
 
+def nature(module: nn.Module) -> Hashable:
+    """Returns what a decision on `module` stands on besides its call: its parts' kinds, switches and hooks."""
+    return tuple(
+        (
+            type(part),
+            len(part._forward_hooks) + len(part._forward_pre_hooks) + len(part._backward_hooks),
+            *(item for item in vars(part).items() if isinstance(item[1], (bool, str))),
+        )
+        for part in module.modules()
+    )
+
+
 def _kind(x: Any, reference: tuple[int, ...]) -> Hashable:
     if isinstance(x, torch.Tensor):
         relations = tuple((bool(size == other), bool(size > other)) for size in x.shape for other in reference)

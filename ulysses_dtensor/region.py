@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from ulysses_dtensor import agreement, gradients
 from ulysses_dtensor.boundary import enter, is_behind_leave, is_shard_of, leave, local_of, scaled, shard
-from ulysses_dtensor.calls import Call, call_key, declared_length, hidden_options
+from ulysses_dtensor.calls import Call, call_key, declared_length, hidden_options, nature
 from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.inside import Inside
@@ -46,6 +46,7 @@ class Region:
         self.seeded_alike = True
         self.agreement_seconds: float | None = None
         self.decisions: dict[Any, Decision | None] = {}
+        self.natures: dict[Any, Any] = {}
         self.reducer = gradients.ReduceAtEnd(mesh)
         self.on_backward: Callable[[], None] | None = None
         self.history = ""
@@ -59,7 +60,7 @@ class Region:
             signature=self.signature,
             who=self.who,
         )
-        copied.decisions = dict(self.decisions)
+        copied.decisions, copied.natures = dict(self.decisions), dict(self.natures)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -304,7 +305,8 @@ def _decide(
 ) -> Decision | None:
     """Returns the probe's decision on a call like this one, made at the first; None: a module beside the blocks mixes."""
     key = call_key(name, module, *tree_unflatten(leaves, spec))
-    if key in region.decisions:
+    now = None if torch.compiler.is_compiling() else nature(module)
+    if key in region.decisions and (now is None or region.natures[key] == now):
         return region.decisions[key]
     if torch.compiler.is_compiling():
         raise PlanError(
@@ -331,7 +333,7 @@ def _decide(
         if attentions is not None:
             raise
         found = None
-    region.decisions[key] = found
+    region.decisions[key], region.natures[key] = found, now
     return found
 
 

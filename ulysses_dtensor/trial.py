@@ -410,7 +410,7 @@ def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         return torch.equal(a, b)
     low = torch.is_autocast_enabled(a.device.type) or a.dtype not in _TOLERANCE
     tolerance = _LOW_PRECISION_TOLERANCE if low else _TOLERANCE[a.dtype]
-    if a.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+    if not low and a.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
         tolerance = tolerance if a.is_cuda and torch.backends.cudnn.allow_tf32 else _PLAIN_FLOAT32_TOLERANCE
     finite = torch.nan_to_num(a).double()
     scale = float(finite.abs().max()) if a.numel() else 1.0
