@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ulysses_dtensor.collectives import all_gather, all_reduce_sum
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.layout import chunk
-from ulysses_dtensor.passes import in_backward
+from ulysses_dtensor.passes import graph_nodes, in_backward
 from ulysses_dtensor.redistribute import redistribute
 
 if TYPE_CHECKING:
@@ -193,17 +193,11 @@ class _Shared(torch.autograd.Function):
 
 
 def is_behind_leave(x: torch.Tensor) -> bool:
-    """Whether something that left a region is in the graph of `x`."""
-    pending, seen = [x.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() in ("_LeaveBackward", "_ScaledBackward", "CheckpointFunctionBackward"):
-            return True  # a reentrant checkpoint hides what lies inside it
-        seen.add(node)
-        pending.extend(following for following, _ in node.next_functions)
-    return False
+    """Whether something that left a region is in the graph of `x`; a reentrant checkpoint hides whether it is."""
+    return any(node.name() in _LEAVING for node in graph_nodes([x]))
+
+
+_LEAVING = frozenset({"_LeaveBackward", "_ScaledBackward", "CheckpointFunctionBackward"})
 
 
 def _axis(mesh: DeviceMesh) -> str:

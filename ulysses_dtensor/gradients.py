@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from ulysses_dtensor.collectives import all_reduce_max, all_reduce_sum
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.passes import backward_id
+from ulysses_dtensor.passes import backward_id, graph_nodes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,14 +95,16 @@ class ReduceAtEnd:
     """Called during a backward, averages plain parameters' gradients over a mesh at its end."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.backward = mesh, -1
-        self.parameters: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+        self.mesh, self.backward, self.reduced = mesh, -1, False
+        self.parameters: dict[int, torch.Tensor] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReduceAtEnd, (self.mesh,)  # weak references do not travel by pickle; a copy has parameters of its own
+        return ReduceAtEnd, (self.mesh,)  # a copy's model has parameters of its own
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Adds what a forward used: any later backward may reach it."""
+        """Adds what a forward used; it stays until the first forward after a reduction."""
+        if self.reduced:
+            self.parameters, self.reduced = {}, False
         self.parameters.update({id(p): p for p in parameters})
 
     def __call__(self) -> None:
@@ -115,7 +116,7 @@ class ReduceAtEnd:
     @torch.no_grad()
     def reduce(self) -> None:
         """Averages the gradients; where some ranks have one and others none, those count as zero."""
-        self.backward = -1
+        self.backward, self.reduced = -1, True
         params = [p for p in self.parameters.values() if p.requires_grad]
         if not params:
             return
@@ -199,17 +200,8 @@ def _ranks_of(mesh: DeviceMesh) -> set[int]:
 
 def _foreign_parameters(model: nn.Module, managed: set[int], args: Any, kwargs: Any) -> int:
     own = {id(p) for p in model.parameters()} | managed
-    pending = [x.grad_fn for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-    seen, foreign = set(), set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter) and id(variable) not in own:
-            foreign.add(id(variable))
-        pending.extend(following for following, _ in node.next_functions)
+    reached = (getattr(node, "variable", None) for node in graph_nodes(tree_flatten((args, kwargs))[0]))
+    foreign = {id(variable) for variable in reached if isinstance(variable, nn.Parameter) and id(variable) not in own}
     return len(foreign)
 
 

@@ -1,6 +1,9 @@
-"""Whether a backward pass runs, and which."""
+"""Backward passes: whether one runs, which, and the graph that it would walk."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -14,3 +17,15 @@ def backward_id() -> int:
     """Returns a number of the backward pass that the calling thread runs in, -1 outside of one."""
     # Private; torch's own checkpointing stands on it. If torch moves it, tests/test_gradients.py says so first.
     return torch._C._current_graph_task_id()
+
+
+def graph_nodes(values: Iterable[Any]) -> Iterator[Any]:
+    """Yields the nodes of the graph behind the tensors among some values, each once."""
+    pending = [x.grad_fn for x in values if isinstance(x, torch.Tensor)]
+    seen = set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            pending.extend(following for following, _ in node.next_functions)

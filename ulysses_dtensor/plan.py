@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ulysses_dtensor.attention import UlyssesAttention, declare, is_declared
 from ulysses_dtensor.errors import LayoutError, PlanError
+from ulysses_dtensor.forwards import convert_ancestor, convert_attention, convert_beside, convert_block
 from ulysses_dtensor.layout import Layout, LayoutLike, as_layout
 from ulysses_dtensor.meshes import sequence_mesh
 from ulysses_dtensor.models import plain
-from ulysses_dtensor.region import Region, convert_ancestor, convert_attention, convert_beside, convert_block, region_of
+from ulysses_dtensor.region import Region, region_of
 
 Outputs = Literal["replicate", "shard"]
 Check = Literal["always", "first"]

@@ -1,30 +1,18 @@
-"""The sequence region of a converted model: what runs in place of each module's forward."""
+"""What the converted modules of one model share, and how to run them as if they had never been converted."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from ulysses_dtensor import agreement, gradients
-from ulysses_dtensor.boundary import enter, is_behind_leave, is_shard_of, leave, local_of, scaled, shard
-from ulysses_dtensor.calls import Call, call_key, declared_length, hidden_options, nature
-from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.inside import Inside
+from ulysses_dtensor.gradients import ReduceAtEnd
 from ulysses_dtensor.layout import Layout
-from ulysses_dtensor.leftovers import tensors_in
-from ulysses_dtensor.passes import in_backward
-from ulysses_dtensor.probe import Decision, Mixes, probe
-from ulysses_dtensor.tail import Tail
+from ulysses_dtensor.probe import Decision
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,7 +35,7 @@ class Region:
         self.agreement_seconds: float | None = None
         self.decisions: dict[Any, Decision | None] = {}
         self.natures: dict[Any, Any] = {}
-        self.reducer = gradients.ReduceAtEnd(mesh)
+        self.reducer = ReduceAtEnd(mesh)
         self.on_backward: Callable[[], None] | None = None
         self.history = ""
 
@@ -64,7 +52,7 @@ class Region:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = gradients.ReduceAtEnd(self.mesh)
+        fresh = ReduceAtEnd(self.mesh)
         return {
             **self.__dict__,
             "reducer": fresh,
@@ -95,32 +83,10 @@ class Region:
         return share * (self.ranks - 1) >= seq_len and self.ranks > 1
 
 
-def convert_block(module: nn.Module, region: Region, name: str, attentions: tuple[nn.Module, ...]) -> None:
-    """Makes `module` run on this rank's tokens: it takes whole tensors or shards and returns shards."""
-    module.forward = partial(_block_forward, module, region, name, attentions, module.__dict__.get("forward"))
-
-
-def convert_attention(module: nn.Module, region: Region, name: str) -> None:
-    """Makes an attention inside a block refuse to be recomputed apart from its block."""
-    module.forward = partial(_attention_forward, module, region, name, module.__dict__.get("forward"))
-
-
-def convert_beside(module: nn.Module, region: Region, name: str) -> None:
-    """Makes a module outside the blocks keep shards where it keeps tokens apart; else it gets the whole tensor."""
-    module.forward = partial(_beside_forward, module, region, name, module.__dict__.get("forward"))
-
-
-def convert_ancestor(module: nn.Module, region: Region, name: str) -> None:
-    """Makes a module that holds blocks the place where ranks agree and the region's tensors leave."""
-    forward = partial(_ancestor_forward, module, region, name, module.__dict__.get("forward"))
-    forward.__signature__ = _signature(module)  # type: ignore[attr-defined] - trainers read the arguments' names
-    module.forward = forward
-
-
 def region_of(module: nn.Module) -> Region | None:
     """Returns the region that `module` was converted into, None when it was not."""
     forward = module.__dict__.get("forward")
-    if isinstance(forward, partial) and forward.func in _FORWARDS:
+    if isinstance(forward, partial) and len(forward.args) > 1 and isinstance(forward.args[1], Region):
         return forward.args[1]
     return None
 
@@ -142,273 +108,3 @@ def bypass(model: nn.Module) -> Iterator[None]:
     finally:
         for region in regions.values():
             region.bypassed -= 1
-
-
-def _ancestor_forward(
-    module: nn.Module, region: Region, name: str, original: Callable[..., Any] | None, *args: Any, **kwargs: Any
-) -> Any:
-    call = _own(module, original)
-    if region.bypassed or region.active:
-        return call(*args, **kwargs)
-    problem = None
-    left: list[torch.Tensor] = []
-    try:
-        _check_inputs(region, args, kwargs)
-        region.declared_len = declared_length(module, args, kwargs, region.inputs, region.mesh)
-        left = gradients.check_reducers(module, region.mesh, args, kwargs)
-    except PlanError as error:
-        problem = error
-    if region.ranks > 1 and (region.check == "always" or not region.agreed):
-        facts = (
-            ("the plan", region.signature),
-            ("what is called, and how", _manner(module, name)),
-            ("the exchanges so far", region.history),
-            ("parameters and buffers", 0 if region.agreed else agreement.state_hash(gradients.plain_state(module))),
-        )
-        started = time.perf_counter()
-        region.seeded_alike = agreement.agree(
-            region.mesh, problem=problem, args=args, kwargs=kwargs, facts=facts, who=region.who
-        )
-        region.agreed, region.agreement_seconds = True, time.perf_counter() - started
-    elif problem is not None:
-        raise problem
-    region.reducer.add(left)
-    region.on_backward = region.reducer if left else None
-    region.active += 1
-    try:
-        with Tail(region.mesh, region.on_backward, seeded_alike=region.seeded_alike) as tail:
-            result = call(*args, **kwargs)
-        tail.check()
-    finally:
-        region.active -= 1
-    return tree_map(lambda x: _out(x, region, tail), result)
-
-
-def _manner(module: nn.Module, name: str) -> tuple[object, ...]:
-    """Returns what besides its inputs decides which collectives a call makes."""
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    return (name, module.training, torch.is_grad_enabled(), *autocast)
-
-
-def _out(x: Any, region: Region, tail: Tail) -> Any:
-    if isinstance(x, Deferred):
-        return x.whole(tail.whole)
-    if is_shard_of(x, region.mesh):
-        return tail.whole(x) if region.outputs == "replicate" else scaled(x, region.on_backward)
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):  # a result that torch cannot look into
-        for part in dataclasses.fields(x):
-            value = tree_map(lambda each: _out(each, region, tail), getattr(x, part.name, None))
-            object.__setattr__(x, part.name, value)
-    elif any(is_shard_of(held, region.mesh) or isinstance(held, Deferred) for held in tensors_in(x)):
-        raise PlanError(
-            f"{region.who}: forward returns a {type(x).__name__} that holds a hidden state in shards. "
-            "Return tensors, tuples, lists, dictionaries or dataclasses of them."
-        )
-    return x
-
-
-def _gathered_slices(region: Region, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the arguments with some of a hidden state's tokens, which are no shards any more, as plain tensors."""
-    if not any(isinstance(x, Deferred) for x in tree_flatten((args, kwargs))[0]):
-        return args, kwargs
-    return tree_map(
-        lambda x: x.whole(lambda base: leave(base, region.on_backward)) if isinstance(x, Deferred) else x,
-        (args, kwargs),
-    )
-
-
-def _block_forward(
-    module: nn.Module,
-    region: Region,
-    name: str,
-    attentions: tuple[nn.Module, ...],
-    original: Callable[..., Any] | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    call = _own(module, original)
-    if region.bypassed:
-        return call(*args, **kwargs)
-    args, kwargs = _gathered_slices(region, args, kwargs)
-    leaves, spec = tree_flatten((args, kwargs))
-    if not any(is_shard_of(x, region.mesh) for x in leaves):
-        if not (torch.compiler.is_compiling() or region.active or in_backward()):
-            raise PlanError(
-                f"UlyssesPlan: block {name} was called by itself. Call the converted model, or run the block under bypass."
-            )
-        lengths = _possible_lengths(module, region, leaves, spec)
-        if not lengths:
-            raise PlanError(
-                f"UlyssesPlan: {name} ({type(module).__name__}) is given no tensor that could be the hidden state. Pass it as an "
-                "argument, or in a tuple, list or dictionary, not in an object of one's own."
-            )
-        if all(region.is_short(seq_len) for seq_len in lengths):
-            return _run_whole(call, region, args, kwargs)
-    found = _decide(call, module, region, name, leaves, spec, attentions)
-    assert found is not None  # a block that mixes raised
-    hidden = dict(found.hidden)
-    seq_len = next(leaves[at].shape[dim] for at, dim in hidden.items())
-    if not any(is_shard_of(x, region.mesh) for x in leaves) and region.is_short(seq_len):
-        return _run_whole(call, region, args, kwargs)
-    return _run_local(call, module, region, name, found, leaves, spec, seq_len)
-
-
-def _attention_forward(
-    module: nn.Module, region: Region, name: str, original: Callable[..., Any] | None, *args: Any, **kwargs: Any
-) -> Any:
-    call = _own(module, original)
-    if torch.compiler.is_compiling() or region.bypassed or region.inside or not in_backward():
-        return call(*args, **kwargs)
-    raise PlanError(
-        f"UlyssesPlan: {name} is recomputed apart from its block, so it cannot know the whole sequence. "
-        "Checkpoint whole blocks, not parts of them; after a forward under bypass, run the backward under bypass too."
-    )
-
-
-def _beside_forward(
-    module: nn.Module, region: Region, name: str, original: Callable[..., Any] | None, *args: Any, **kwargs: Any
-) -> Any:
-    call = _own(module, original)
-    if region.bypassed:
-        return call(*args, **kwargs)
-    args, kwargs = _gathered_slices(region, args, kwargs)
-    leaves, spec = tree_flatten((args, kwargs))
-    if not any(is_shard_of(x, region.mesh) for x in leaves):
-        return call(*args, **kwargs)
-    found = _decide(call, module, region, name, leaves, spec, None)
-    if found is None:
-        leaves = [leave(x, region.on_backward) if is_shard_of(x, region.mesh) else x for x in leaves]
-        versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]
-        args, kwargs = tree_unflatten(leaves, spec)
-        result = call(*args, **kwargs)
-        after = tree_flatten((args, kwargs))[0]
-        if len(after) != len(leaves) or any(
-            a is not b or (isinstance(a, torch.Tensor) and not a.is_inference() and a._version != version)
-            for a, b, version in zip(after, leaves, versions, strict=True)
-        ):
-            raise PlanError(
-                f"UlyssesPlan: {name} changes what it is given in place, where it is held in shards. Write it out of place."
-            )
-        return result
-    seq_len = next(leaves[at].shape[dim] for at, dim in found.hidden)
-    return _run_local(call, module, region, name, found, leaves, spec, seq_len)
-
-
-def _decide(
-    call: Callable[..., Any],
-    module: nn.Module,
-    region: Region,
-    name: str,
-    leaves: list[Any],
-    spec: TreeSpec,
-    attentions: tuple[nn.Module, ...] | None,
-) -> Decision | None:
-    """Returns the probe's decision on a call like this one, made at the first; None: a module beside the blocks mixes."""
-    key = call_key(name, module, *tree_unflatten(leaves, spec))
-    now = None if torch.compiler.is_compiling() else nature(module)
-    if key in region.decisions and (now is None or region.natures[key] == now):
-        return region.decisions[key]
-    if torch.compiler.is_compiling():
-        raise PlanError(
-            f"UlyssesPlan: {name} is called in a new way while it is compiled. Run the model once eagerly with such inputs "
-            "(torch.compiler.set_stance('force_eager')), so that its tokens can be proven to stay apart."
-        )
-    described = Call(module, leaves, spec, region.inputs, region.mesh)
-    stand_ins = [
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_shard_of(x, region.mesh) else x for x in leaves
-    ]
-    try:
-        found: Decision | None = probe(
-            call,
-            module,
-            stand_ins,
-            spec,
-            hidden_options(described),
-            seq_len=described.seq_len,
-            fixed=described.declared,
-            attentions=attentions or (),
-            who=f"UlyssesPlan: {name} ({type(module).__name__})",
-        )
-    except Mixes:
-        if attentions is not None:
-            raise
-        found = None
-    region.decisions[key], region.natures[key] = found, now
-    return found
-
-
-def _possible_lengths(module: nn.Module, region: Region, leaves: list[Any], spec: TreeSpec) -> list[int]:
-    described = Call(module, leaves, spec, region.inputs, region.mesh)
-    return [described.seq_len(option) for option in hidden_options(described)]
-
-
-def _run_local(
-    call: Callable[..., Any],
-    module: nn.Module,
-    region: Region,
-    name: str,
-    found: Decision,
-    leaves: list[Any],
-    spec: TreeSpec,
-    seq_len: int,
-) -> Any:
-    dims = dict((*found.hidden, *found.sliced))
-    local = []
-    for at, x in enumerate(leaves):
-        if is_shard_of(x, region.mesh):
-            local.append(local_of(x))
-        elif isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
-            local.append(enter(x, region.mesh, dims.get(at), seq_len))
-        else:
-            local.append(x)
-    args, kwargs = tree_unflatten(local, spec)
-    if not torch.compiler.is_compiling():
-        region.history = agreement.roll(region.history, f"{name} {seq_len}")
-    with Inside(region.mesh.get_group(), seq_len, seeded_alike=region.seeded_alike), region.running():
-        result = call(*args, **kwargs)
-    outputs, out_spec = tree_flatten(result)
-    spare = [p for key, p in module.named_parameters() if key in found.spare and not isinstance(p, DTensor)]
-    for at, (x, dim) in enumerate(zip(outputs, found.outputs, strict=True)):
-        if dim is not None:
-            outputs[at] = shard(gradients.tie(x, spare), region.mesh, dim, seq_len)
-    return tree_unflatten(outputs, out_spec)
-
-
-def _run_whole(call: Callable[..., Any], region: Region, args: Any, kwargs: Any) -> Any:
-    with region.running():
-        return call(*args, **kwargs)
-
-
-def _check_inputs(region: Region, args: Any, kwargs: Any) -> None:
-    for x in tree_flatten((args, kwargs))[0]:
-        if not isinstance(x, DTensor):
-            continue
-        if not is_shard_of(x, region.mesh):
-            raise PlanError(
-                f"{region.who}: an input is a DTensor placed {x.placements} on {x.device_mesh}. Pass the whole plain tensor, "
-                f"or a hidden state cut at its tokens over {region.mesh}."
-            )
-        if is_behind_leave(x):
-            raise PlanError(
-                f"{region.who}: an input in shards is a result of a converted model, whose gradient would be scaled twice. "
-                "Convert the module that holds both calls, or let the first return whole tensors (outputs='replicate')."
-            )
-        if not x.is_floating_point():
-            raise PlanError(
-                f"{region.who}: an input of {x.dtype} is cut already (placements {x.placements}). An embedding with a plain "
-                "weight cannot take it, and positions would count from each shard's start. Pass the whole tensor on every "
-                "rank; the plan cuts it."
-            )
-
-
-_FORWARDS = (_block_forward, _attention_forward, _beside_forward, _ancestor_forward)
-
-
-def _own(module: nn.Module, original: Callable[..., Any] | None) -> Callable[..., Any]:
-    return partial(type(module).forward, module) if original is None else original
-
-
-def _signature(module: nn.Module) -> Any:
-    import inspect
-
-    return inspect.signature(module.forward)

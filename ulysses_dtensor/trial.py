@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ulysses_dtensor.compare import alike, close, same
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.leftovers import Watch, tensors_in
+from ulysses_dtensor.leftovers import Watch
+from ulysses_dtensor.passes import graph_nodes
 from ulysses_dtensor.stub import AttentionStub
+from ulysses_dtensor.unseen import unseen
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-_PLAIN_FLOAT32_TOLERANCE = 1e-5  # without TF32, which keeps ten bits
-_LOW_PRECISION_TOLERANCE, _LOW_PRECISION_MEAN_TOLERANCE = 5e-2, 1e-2  # the second sees positions of a usual size
 _TOKENS_ALONE = 3  # how many single tokens must use a parameter for it to count as always used
 _LARGE = 1e4  # past what a branch on the size of values lets pass, and within float16
 Dims = dict[int, int]
@@ -131,7 +130,7 @@ class Trial:
         first = self.run(everything, plain_errors=True, consecutive=True)
         whole = self.run(everything, plain_errors=True, consecutive=True, uncut=longer)
         for a, b in zip(first.outputs, whole.outputs, strict=True):
-            if isinstance(a, torch.Tensor) and not _close(a, b):
+            if isinstance(a, torch.Tensor) and not close(a, b):
                 raise Rejected(4, "an argument longer than the sequence is used beyond its first entries")
 
     def run(
@@ -165,7 +164,7 @@ class Trial:
         before = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         stub = AttentionStub()
         try:
-            with _apart(gradients), stub:
+            with unseen(gradients), stub:
                 result = self.call(*args, **kwargs)
         except PlanError as error:
             raise Rejected(6, str(error)) from error
@@ -176,13 +175,13 @@ class Trial:
             attributes, containers = watch.put_back()
             written = {}
             for name, buffer in self.module.named_buffers():
-                if name in before and not _same(buffer, before[name]):
+                if name in before and not same(buffer, before[name]):
                     written[name] = buffer.detach().clone()
                     with torch.no_grad():
                         buffer.copy_(before[name])
         if containers:
             raise Rejected(6, f"it writes to what it is given as {', '.join(containers)}. Return the values instead")
-        if any(not _same(x.detach(), was) if isinstance(was, torch.Tensor) else _version(x) != was for x, was in given):
+        if any(not same(x.detach(), was) if isinstance(was, torch.Tensor) else _version(x) != was for x, was in given):
             raise Rejected(
                 6, "it changes an argument in place, which is a shard of the caller's. Write it out of place"
             )
@@ -200,7 +199,7 @@ class Trial:
         trainable = {id(p) for p in named.values() if p.requires_grad}
         for token in range(_TOKENS_ALONE if trainable else 0):
             run = self.run([token], plain_errors=True, gradients=True)
-            if not trainable <= {id(getattr(node, "variable", None)) for node in _nodes(run.outputs)}:
+            if not trainable <= {id(getattr(node, "variable", None)) for node in graph_nodes(run.outputs)}:
                 return tuple(named)
         return tuple(name for name, p in named.items() if not p.requires_grad)  # frozen now, perhaps not for ever
 
@@ -215,7 +214,7 @@ class Trial:
         for leaf, dim in self.hidden.items():
             a, b = whole.hidden.get(leaf), part.hidden.get(leaf)
             if (a is None) != (b is None) or (
-                a is not None and b is not None and not _close(a.index_select(dim, self._index(some, a)), 4.0 * b)
+                a is not None and b is not None and not close(a.index_select(dim, self._index(some, a)), 4.0 * b)
             ):
                 raise Rejected(
                     5,
@@ -224,7 +223,7 @@ class Trial:
                 )
         for name, a in whole.parameters.items():
             b = 4.0 * sum(found.parameters[name] for found in (part, other) if name in found.parameters)
-            if not isinstance(b, torch.Tensor) or not _close(a, b):
+            if not isinstance(b, torch.Tensor) or not close(a, b):
                 raise Rejected(
                     5,
                     f"the gradient of its parameter {name} is not a sum over tokens (an auxiliary loss made from the tokens at "
@@ -243,7 +242,7 @@ class Trial:
         parameters = {
             name: p for name, p in self.module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
         }
-        if not outputs or "CheckpointFunctionBackward" in {node.name() for node in _nodes(outputs)}:
+        if not outputs or "CheckpointFunctionBackward" in {node.name() for node in graph_nodes(outputs)}:
             return _Gradients(
                 {}, {}
             )  # torch differentiates a reentrant checkpoint with respect to all its leaves or none
@@ -303,10 +302,10 @@ class Trial:
                 "An attention's flags must not depend on how many tokens a rank holds",
             )
         for name in whole.buffers.keys() | part.buffers.keys():
-            if not _close(whole.buffers.get(name), part.buffers.get(name)):
+            if not close(whole.buffers.get(name), part.buffers.get(name)):
                 raise Rejected(6, f"it writes the buffer {name!r} from the tokens at hand, which differ between ranks")
         for name in sorted(whole.attributes.keys() | part.attributes.keys()):
-            if not _alike(whole.attributes.get(name), part.attributes.get(name)):
+            if not alike(whole.attributes.get(name), part.attributes.get(name)):
                 raise Rejected(
                     6,
                     f"it keeps {name}, made from the tokens at hand, which differ between ranks. Compute it from the "
@@ -318,7 +317,7 @@ class Trial:
                     raise Rejected(4, f"it returns {a!r} for all tokens and {b!r} for {what}")
                 continue
             expected = a if dim is None else a.index_select(dim, self._index(at, a))
-            if not _close(expected, b):
+            if not close(expected, b):
                 kind = "a value computed from its tokens" if dim is None else f"another result for {what}"
                 raise Rejected(5, f"it mixes tokens outside attention, or counts positions from zero: it gives {kind}")
 
@@ -332,49 +331,10 @@ class Trial:
         for a, b, dim in zip(whole.outputs, tainted.outputs, dims, strict=True):
             if isinstance(a, torch.Tensor):
                 clean, dirty = (a, b) if dim is None else (x.index_select(dim, self._index(others, x)) for x in (a, b))
-                if not _close(clean, dirty):
+                if not close(clean, dirty):
                     raise Rejected(
                         5, "it mixes tokens outside attention: NaN or large values in some tokens reached others"
                     )
-
-
-@contextmanager
-def _apart(gradients: bool) -> Iterator[None]:
-    """Keeps random state, and keeps what the probe saves for backward out of a checkpoint around the module."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    saving = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.set_grad_enabled(gradients), torch.random.fork_rng(devices), _without_global_hooks(), saving:
-        yield
-
-
-def _nodes(outputs: Sequence[Any]) -> Iterator[Any]:
-    """Yields the nodes of the graph behind some tensors, each once."""
-    pending = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor)]
-    seen = set()
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            pending.extend(following for following, _ in node.next_functions)
-
-
-@contextmanager
-def _without_global_hooks() -> Iterator[None]:
-    """Hides hooks on all modules (profilers, trackers): they would count the probe as the model's own forward."""
-    # Private; torch has no switch for them. If torch moves them, tests/test_probe.py says so first.
-    hooks = [
-        getattr(nn.modules.module, f"_global_{name}_hooks")
-        for name in ("backward_pre", "backward", "forward_pre", "forward")
-    ]
-    kept = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, saved in zip(hooks, kept, strict=True):
-            each.update(saved)
 
 
 def _first_difference(a: list[Any], b: list[Any]) -> str:
@@ -386,35 +346,3 @@ def _first_difference(a: list[Any], b: list[Any]) -> str:
 
 def _version(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two values that a module keeps are equal, in the tensors that they hold too."""
-    simple = (bool, int, float, str, type(None))
-    if isinstance(a, simple) or isinstance(b, simple):
-        return type(a) is type(b) and a == b
-    ours, theirs = list(tensors_in(a)), list(tensors_in(b))
-    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-
-
-def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return a is b
-    if a.is_complex():
-        return _close(torch.view_as_real(a), torch.view_as_real(b))
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    low = torch.is_autocast_enabled(a.device.type) or a.dtype not in _TOLERANCE
-    tolerance = _LOW_PRECISION_TOLERANCE if low else _TOLERANCE[a.dtype]
-    if not low and a.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        tolerance = tolerance if a.is_cuda and torch.backends.cudnn.allow_tf32 else _PLAIN_FLOAT32_TOLERANCE
-    finite = torch.nan_to_num(a).double()
-    scale = float(finite.abs().max()) if a.numel() else 1.0
-    if not torch.allclose(a, b, rtol=0, atol=tolerance * scale, equal_nan=True):
-        return False
-    apart = torch.nan_to_num(a - b).double().norm()
-    return not low or float(apart) <= _LOW_PRECISION_MEAN_TOLERANCE * float(finite.norm())
