@@ -51,6 +51,7 @@ def sharded_sdpa(
             f"scaled_dot_product_attention: query has {query.ndim} dims and so no head axis to cut. "
             "Give (..., heads, tokens, head size)."
         )
+    query, key, value = (_as_autocast(x) for x in (query, key, value))
     num_heads, num_kv_heads = query.shape[-3], key.shape[-3]
     if num_kv_heads != num_heads and not enable_gqa:
         raise PlanError(
@@ -73,6 +74,13 @@ def sharded_sdpa(
         with own_random_state(query.device, group):
             return attend(query, key, value, call, seq_dim=-2, head_dim=-3, seq_len=seq_len, group=group)
     return attend(query, key, value, call, seq_dim=-2, head_dim=-3, seq_len=seq_len, group=group)
+
+
+def _as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """Returns `x` in the dtype to which autocast, where it is on, would bring it for this function."""
+    if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _check_mask(mask: torch.Tensor, num_heads: int, seq_len: int) -> None:

@@ -167,7 +167,7 @@ class Trial:
             with unseen(gradients), stub:
                 result = self.call(*args, **kwargs)
         except PlanError as error:
-            raise Rejected(6, str(error)) from error
+            raise Rejected(6, str(error).removeprefix("UlyssesPlan: ").removesuffix(".")) from error
         except Exception as error:
             weight = 4 if plain_errors else 2
             raise Rejected(weight, f"it failed on {len(at)} tokens: {type(error).__name__}: {error}") from error
