@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ulysses_dtensor.collectives import all_gather, all_reduce_max
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.leftovers import tensors_in
+from ulysses_dtensor.trees import keystr, tree_flatten_with_path
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

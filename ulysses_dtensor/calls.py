@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ulysses_dtensor.boundary import dim_of, is_shard_of
 from ulysses_dtensor.errors import LayoutError, PlanError
 from ulysses_dtensor.layout import Layout
+from ulysses_dtensor.trees import TreeSpec, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from ulysses_dtensor.calls import Call, hidden_options
 from ulysses_dtensor.errors import PlanError
@@ -19,6 +18,7 @@ from ulysses_dtensor.models.plain import Found
 from ulysses_dtensor.plan import UlyssesPlan
 from ulysses_dtensor.probe import Decision, Mixes, probe
 from ulysses_dtensor.tables import table
+from ulysses_dtensor.trees import tree_flatten
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from ulysses_dtensor.attend import routes_of
 from ulysses_dtensor.errors import PlanError
@@ -22,6 +21,7 @@ from ulysses_dtensor.models.plain import Found
 from ulysses_dtensor.probe import Decision
 from ulysses_dtensor.region import Region, region_of
 from ulysses_dtensor.tables import table
+from ulysses_dtensor.trees import tree_map
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from ulysses_dtensor import agreement, gradients
 from ulysses_dtensor.boundary import enter, is_behind_leave, is_shard_of, leave, local_of, scaled, shard
@@ -24,6 +23,7 @@ from ulysses_dtensor.passes import in_backward
 from ulysses_dtensor.probe import Decision, Mixes, probe
 from ulysses_dtensor.region import Region
 from ulysses_dtensor.tail import Tail
+from ulysses_dtensor.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     pass

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten
 
 from ulysses_dtensor.collectives import all_reduce_max, all_reduce_sum
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.passes import backward_id, graph_nodes
+from ulysses_dtensor.trees import tree_flatten
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ulysses_dtensor.collectives import all_reduce_max, count_collectives
 from ulysses_dtensor.errors import PlanError
@@ -19,6 +18,7 @@ from ulysses_dtensor.leftovers import tensors_in
 from ulysses_dtensor.redistribute import redistribute
 from ulysses_dtensor.region import Region, bypass, region_of
 from ulysses_dtensor.tables import table
+from ulysses_dtensor.trees import keystr, tree_flatten_with_path
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW_PRECISION_TOLERANCE = 5e-2

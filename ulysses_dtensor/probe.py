@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec
 
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.telling import telling, telling_parameters
+from ulysses_dtensor.trees import TreeSpec
 from ulysses_dtensor.trial import Dims, Rejected, Trial, Verdict
 
 _MAX_TRIALS = 256

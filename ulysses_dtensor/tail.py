@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from ulysses_dtensor.boundary import dim_of, enter, is_shard_of, leave, local_of, shard
 from ulysses_dtensor.deferred import Deferred, defer
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.randomness import refuse_draw
+from ulysses_dtensor.trees import tree_map
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

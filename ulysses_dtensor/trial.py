@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ulysses_dtensor.compare import alike, close, same
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.leftovers import Watch
 from ulysses_dtensor.passes import graph_nodes
 from ulysses_dtensor.stub import AttentionStub
+from ulysses_dtensor.trees import TreeSpec, tree_flatten, tree_unflatten
 from ulysses_dtensor.unseen import unseen
 
 _TOKENS_ALONE = 3  # how many single tokens must use a parameter for it to count as always used
