@@ -26,8 +26,9 @@ SMALL = ["--seq-len", "33", "--steps", "2"]
 
 # Each breaks something in every rank: a spawned rank imports the main script again.
 WITHOUT_THE_FACTOR = """
-import ulysses_dtensor.region as region
-region.scaled = lambda x, *_: x
+import ulysses_dtensor.forwards as forwards
+assert callable(forwards.scaled), "the factor P is elsewhere now"
+forwards.scaled = lambda x, *_: x
 """
 IN_EACH_RANK = """
 import os, pathlib, signal
