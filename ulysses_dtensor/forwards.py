@@ -79,6 +79,7 @@ def _ancestor_forward(
         region.agreed, region.agreement_seconds = True, time.perf_counter() - started
     elif problem is not None:
         raise problem
+    region.input_sizes = _sizes(args, kwargs)
     region.reducer.add(left)
     region.on_backward = region.reducer if left else None
     region.active += 1
@@ -89,6 +90,14 @@ def _ancestor_forward(
     finally:
         region.active -= 1
     return tree_map(lambda x: _out(x, region, tail), result)
+
+
+def _sizes(args: Any, kwargs: Any) -> str:
+    """Returns all sizes of a call as text: compiled blocks are compiled anew when it changes.
+
+    Torch itself does not guard the global shape of a DTensor, so that a block compiled for 14 tokens would be run on 13.
+    """
+    return str([tuple(x.shape) for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)])
 
 
 def _manner(module: nn.Module, name: str) -> tuple[object, ...]:
@@ -212,6 +221,8 @@ def _decide(
 ) -> Decision | None:
     """Returns the probe's decision on a call like this one, made at the first; None: a module beside the blocks mixes."""
     key = call_key(name, module, *tree_unflatten(leaves, spec))
+    if torch.compiler.is_compiling() and region.input_sizes == "":  # read here, so that it is guarded
+        raise PlanError(f"UlyssesPlan: {name} is compiled outside a forward of its model.")
     now = None if torch.compiler.is_compiling() else nature(module)
     if key in region.decisions and (now is None or region.natures[key] == now):
         return region.decisions[key]

@@ -30,6 +30,7 @@ class Region:
         self.bypassed = 0
         self.inside = 0
         self.declared_len: int | None = None
+        self.input_sizes = ""
         self.agreed = False
         self.seeded_alike = True
         self.agreement_seconds: float | None = None
