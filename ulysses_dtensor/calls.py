@@ -120,7 +120,8 @@ def nature(module: nn.Module) -> Hashable:
 def _kind(x: Any, reference: tuple[int, ...]) -> Hashable:
     if isinstance(x, torch.Tensor):
         relations = tuple((bool(size == other), bool(size > other)) for size in x.shape for other in reference)
-        return (isinstance(x, DTensor), x.ndim, x.dtype, relations)
+        cut = getattr(x.placements[0], "dim", None) if isinstance(x, DTensor) else None
+        return (isinstance(x, DTensor), cut, x.ndim, x.dtype, relations)
     if x is None or isinstance(x, (bool, int, float, str)):
         return (type(x).__name__, x)
     return type(x).__name__
