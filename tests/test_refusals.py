@@ -292,6 +292,16 @@ def test_a_recompute_outside_bypass_says_so() -> None:
     )
 
 
+def test_a_hook_that_comes_between_forward_and_recompute_changes_nothing() -> None:
+    def hooked(model: nn.Module) -> None:
+        loss = model(ids_of(2, 9)).square().sum()
+        for module in model.modules():
+            module.register_forward_hook(lambda *_: None)
+        loss.backward()
+
+    assert errors(seeded(lambda: RotaryDecoder(checkpointed=True)), hooked) == ""
+
+
 def noise(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rand(len(x), 1, 1, dtype=x.dtype)
 

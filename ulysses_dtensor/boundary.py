@@ -56,6 +56,7 @@ def shard(local: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTen
 
 def local_of(x: DTensor) -> torch.Tensor:
     """Returns this rank's piece of a tensor of the region."""
+    _check_way(x)
     return _Local.apply(x)
 
 
@@ -64,12 +65,33 @@ def leave(x: DTensor, on_backward: Callable[[], None] | None = None) -> torch.Te
 
     Communication: one all-gather forward, none backward: the gradient's own slice is taken and multiplied by P.
     """
+    _check_way(x)
     return _Leave.apply(x, on_backward)
 
 
 def scaled(x: DTensor, on_backward: Callable[[], None] | None = None) -> DTensor:
     """Returns `x` for use outside the region: a global tensor, whose gradient is multiplied by P on the way back."""
+    _check_way(x)
     return _Scaled.apply(x, on_backward)
+
+
+_ENDS = frozenset({"_ShardBackward", "_ScaledBackward", "_LeaveBackward", "CheckpointFunctionBackward"})
+
+
+def _check_way(x: DTensor) -> None:
+    """Refuses a tensor of the region that went through a custom function of the model's own code, between our own.
+
+    Its backward would see a shard's gradient, P times too large. Torch's functions, by which hooks and FSDP pass it, may.
+    """
+    node = None if torch.compiler.is_compiling() else x.grad_fn
+    while node is not None and node.name() not in _ENDS:
+        kind = getattr(type(node), "_forward_cls", None)
+        if kind is not None and not kind.__module__.startswith("torch."):
+            raise PlanError(
+                f"UlyssesPlan: the custom autograd function {kind.__name__} is applied to a hidden state between the blocks, "
+                "where it is held in shards. Call it inside a module, so that it can be proven to keep tokens apart."
+            )
+        node = node.next_functions[0][0] if node.next_functions else None
 
 
 def _wrapped(local: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:

@@ -25,12 +25,13 @@ def _main() -> None:
 @app.command()
 def demo(
     ranks: Annotated[
-        int, typer.Option(min=1, max=64, help="Ranks to start on this machine (under torchrun: its own).")
-    ] = 2,
+        int | None,
+        typer.Option(min=1, max=64, help="Ranks to start on this machine (under torchrun: its own); default: dp x sp."),
+    ] = None,
     seq_len: Annotated[int, typer.Option(min=2, help="Bytes of text in a sequence.")] = 1024,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 8,
     sp: Annotated[
-        int | None, typer.Option(min=1, help="Ranks that share a sequence; default: all that dp leaves.")
+        int | None, typer.Option(min=1, help="Ranks that share a sequence; default: 2, or what dp leaves of the ranks.")
     ] = None,
     dp: Annotated[int, typer.Option(min=1, help="Replicas, each with its own text.")] = 1,
     corpus: Annotated[Path | None, typer.Option(help="A file or folder of text; default: Python's own source.")] = None,
@@ -45,7 +46,8 @@ def demo(
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ranks = int(os.environ["WORLD_SIZE"])
-    sp = ranks // dp if sp is None else sp
+    sp = sp or (2 if ranks is None else ranks // dp)
+    ranks = dp * sp if ranks is None else ranks
     if dp * sp != ranks:
         _fail(f"demo: dp={dp} x sp={sp} is not ranks={ranks}. Choose them so that dp x sp = ranks.")
     try:

@@ -177,7 +177,7 @@ def _attention_forward(
         return call(*args, **kwargs)
     raise PlanError(
         f"UlyssesPlan: {name} is recomputed apart from its block, so it cannot know the whole sequence. "
-        "Checkpoint whole blocks, not parts of them; after a forward under bypass, run the backward under bypass too."
+        "Checkpoint whole blocks, not parts of them."
     )
 
 
@@ -223,7 +223,8 @@ def _decide(
     key = call_key(name, module, *tree_unflatten(leaves, spec))
     if torch.compiler.is_compiling() and region.input_sizes == "":  # read here, so that it is guarded
         raise PlanError(f"UlyssesPlan: {name} is compiled outside a forward of its model.")
-    now = None if torch.compiler.is_compiling() else nature(module)
+    # A recompute goes the way that its forward went, whatever hooks have come since.
+    now = None if torch.compiler.is_compiling() or in_backward() else nature(module)
     if key in region.decisions and (now is None or region.natures[key] == now):
         return region.decisions[key]
     if torch.compiler.is_compiling():
@@ -231,22 +232,28 @@ def _decide(
             f"UlyssesPlan: {name} is called in a new way while it is compiled. Run the model once eagerly with such inputs "
             "(torch.compiler.set_stance('force_eager')), so that its tokens can be proven to stay apart."
         )
+    if in_backward() and attentions is not None:
+        raise PlanError(
+            f"UlyssesPlan: {name} is recomputed as its forward did not run. After a forward under bypass, run the backward under "
+            "bypass too."
+        )
     described = Call(module, leaves, spec, region.inputs, region.mesh)
     stand_ins = [
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_shard_of(x, region.mesh) else x for x in leaves
     ]
     try:
-        found: Decision | None = probe(
-            call,
-            module,
-            stand_ins,
-            spec,
-            hidden_options(described),
-            seq_len=described.seq_len,
-            fixed=described.declared,
-            attentions=attentions or (),
-            who=f"UlyssesPlan: {name} ({type(module).__name__})",
-        )
+        with region.running():
+            found: Decision | None = probe(
+                call,
+                module,
+                stand_ins,
+                spec,
+                hidden_options(described),
+                seq_len=described.seq_len,
+                fixed=described.declared,
+                attentions=attentions or (),
+                who=f"UlyssesPlan: {name} ({type(module).__name__})",
+            )
     except Mixes:
         if attentions is not None:
             raise
