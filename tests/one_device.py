@@ -112,7 +112,10 @@ def assert_runs_equal(run: Run, reference: Run, tolerance: float = TOLERANCE) ->
         # What cancels to zero on one device may be rounding here: a floor far below any gradient of note.
         assert_close(gradient, expected, f"gradient of {name}", tolerance, floor=1e-4 * largest)
     for name, expected in reference.buffers.items():
-        assert torch.equal(run.buffers[name], expected), f"buffer {name}"
+        if expected.is_floating_point():
+            assert_close(run.buffers[name], expected, f"buffer {name}", tolerance, floor=1.0)
+        else:
+            assert torch.equal(run.buffers[name], expected), f"buffer {name}"
 
 
 def assert_close(x: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float, floor: float = 1e-300) -> None:

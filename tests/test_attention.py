@@ -92,7 +92,7 @@ def assert_equals_one_device(
         largest = max(float(x.abs().max()) for x in expected)
         for name, x, reference in zip(("output", *NAMES), got, expected, strict=True):
             assert_close(x, reference, name, 1e-9, floor=1e-4 * largest)
-        assert torch.equal(got[0], expected[0])
+        assert_close(got[0], expected[0], "output", 1e-13)  # on some processors bitwise, on others to rounding
         sent.append(forth)
     return sent
 
@@ -229,7 +229,7 @@ def plain(mesh: DeviceMesh, tensors: list[torch.Tensor], lengths: list[int]) -> 
 def test_plain_tensors_of_equal_length_are_taken_as_shards() -> None:
     tensors = tensors_of("bhsd", 2, 6, 4, 2, 3)
     outs = run_on_mesh({"sp": 3}, plain, tensors, [2, 2, 2])
-    assert torch.equal(torch.cat(outs, dim=2), Inner("bhsd", True)(*tensors))
+    assert_close(torch.cat(outs, dim=2), Inner("bhsd", True)(*tensors), "output", 1e-13)
 
 
 def test_rejects_plain_tensors_of_unequal_length() -> None:

@@ -26,9 +26,9 @@ SMALL = ["--seq-len", "33", "--steps", "2"]
 
 # Each breaks something in every rank: a spawned rank imports the main script again.
 WITHOUT_THE_FACTOR = """
-import ulysses_dtensor.forwards as forwards
-assert callable(forwards.scaled), "the factor P is elsewhere now"
-forwards.scaled = lambda x, *_: x
+import ulysses_dtensor.boundary as boundary
+assert "factor" in __import__("inspect").getsource(boundary._Shard.backward), "the factor P is elsewhere now"
+boundary._Shard.backward = staticmethod(lambda ctx, g: (boundary._local_gradient(g, ctx.mesh, ctx.dim), *[None] * 5))
 """
 IN_EACH_RANK = """
 import os, pathlib, signal

@@ -38,6 +38,7 @@ from one_device import (
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -45,6 +46,7 @@ from ulysses_dtensor import (
     PlanError,
     UlyssesAttention,
     UlyssesPlan,
+    boundary,
     bypass,
     count_collectives,
     distribute,
@@ -167,18 +169,8 @@ def test_elementwise_code_between_blocks_costs_no_collective() -> None:
 
 def test_the_check_itself_fails_when_nothing_multiplies_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ulysses_dtensor.boundary._Leave.backward",
-        staticmethod(
-            lambda ctx, g: (
-                __import__("ulysses_dtensor.boundary", fromlist=["x"])._wrapped(
-                    __import__("ulysses_dtensor.boundary", fromlist=["x"])._piece(g, ctx.mesh, ctx.dim),
-                    ctx.mesh,
-                    ctx.dim,
-                    g.shape[ctx.dim],
-                ),
-                None,
-            )
-        ),
+        "ulysses_dtensor.boundary._Shard.backward",
+        staticmethod(lambda ctx, g: (boundary._local_gradient(g, ctx.mesh, ctx.dim), *[None] * 5)),
     )
     with pytest.raises(AssertionError, match="gradient of"):
         assert_equals_one_device(stack(alone(lambda m, x: x)), {"ids": ids_of(2, 9)}, 2)
@@ -369,41 +361,94 @@ def test_rejects_an_input_on_another_mesh() -> None:
     assert "an input is a DTensor placed (Shard(dim=1),) on" in refused(4, run, sizes={"cp": 2, "sp": 2})
 
 
+class Hidden(nn.Module):
+    """Two blocks on a hidden state, which is a leaf or another model's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("outputs", ["replicate", "shard"])
-def test_a_result_fed_back_is_right_or_refused(outputs: str) -> None:
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block(), Block()])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.blocks[1](self.blocks[0](x))
-
-    model, x = seeded(Hidden), numbers(2, 9, WIDTH)
+def test_a_result_may_be_fed_back(outputs: str, ranks: int) -> None:
+    model, x = seeded(Hidden), numbers(2, 11, WIDTH)
 
     def twice(ours: nn.Module) -> Run:
         out = ours(ours(x))
-        loss = loss_of(out)
+        loss = out.pow(2).sum() / out.numel()
         loss.backward()
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         return Run(loss.detach(), whole(out), gradients_of(ours), buffers_of(ours))
 
-    def convert(mesh: DeviceMesh) -> nn.Module:
-        return parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan(outputs=outputs))  # type: ignore[arg-type]
+    def run(mesh: DeviceMesh) -> Run:
+        plan = UlyssesPlan(outputs=outputs)  # type: ignore[arg-type]
+        return twice(parallelize_module(copy.deepcopy(model), mesh, plan))
 
-    if outputs == "replicate":
-        expected = twice(copy.deepcopy(model))
-        for each in run_on_mesh({"sp": 2}, lambda mesh: twice(convert(mesh))):
-            assert_runs_equal(each, expected)
-        return
+    for each in run_on_mesh({"sp": ranks}, run):
+        assert_runs_equal(each, twice(copy.deepcopy(model)))
 
-    def refuses(mesh: DeviceMesh) -> None:
-        ours = convert(mesh)
-        first = ours(x)
-        with pytest.raises(PlanError, match="an input in shards is a result of a converted model"):
-            ours(first)
-        ours(first.detach())
 
-    run_on_mesh({"sp": 2}, refuses)
+# Hidden states that someone kept
+
+Loss = Callable[[torch.Tensor, list[Any]], torch.Tensor]
+
+
+def of_kept_alone(out: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+    return kept[0].pow(2).mean()
+
+
+def of_kept_gathered_by_torch(out: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+    aux = [x.pow(2).mean() for x in kept]
+    return loss_of(out) + sum(x.full_tensor() if isinstance(x, DTensor) else x for x in aux)
+
+
+def of_local_tokens(out: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+    """Every rank's loss is its tokens' part of the kept one, and all of the main one."""
+    return loss_of(out) + sum((x.to_local() if isinstance(x, DTensor) else x).pow(2).sum() / x.numel() for x in kept)
+
+
+def unwrapped(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return model
+
+
+def by_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2 notices a backward where a gradient reaches a wrapped module's output."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("wrap", [unwrapped, by_fsdp])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("loss_fn", [of_kept_alone, of_kept_gathered_by_torch, of_local_tokens])
+def test_a_loss_of_hidden_states_that_hooks_kept(loss_fn: Loss, ranks: int, wrap: Callable[..., nn.Module]) -> None:
+    model, ids = seeded(RotaryDecoder), ids_of(2, 11)
+
+    def gradients(ours: nn.Module) -> dict[str, torch.Tensor | None]:
+        kept: list[Any] = []
+        for layer in ours.layers:  # type: ignore[union-attr]
+            layer.register_forward_hook(lambda _module, _args, output: kept.append(output))
+        loss_fn(ours(ids), kept).backward()
+        return {
+            name: g.full_tensor() if isinstance(g, DTensor) else g
+            for name, g in gradients_of(ours).items()
+            if g is not None
+        }
+
+    expected = gradients(copy.deepcopy(model))
+    found = run_on_mesh(
+        {"sp": ranks},
+        lambda mesh: gradients(wrap(parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan()), mesh)),
+    )
+    for each in found:
+        for name, g in each.items():
+            reference = expected.get(name, torch.zeros_like(g))  # type: ignore[arg-type]
+            assert_close(g, reference, f"gradient of {name}", 1e-9, floor=1e-9)  # type: ignore[arg-type]
+        assert expected.keys() <= each.keys()
 
 
 # Blocks by themselves

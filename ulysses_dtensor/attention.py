@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ulysses_dtensor.attend import attend, pair_kv
-from ulysses_dtensor.boundary import shard
+from ulysses_dtensor.boundary import joined
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads
 from ulysses_dtensor.inside import declared_attention
@@ -143,7 +143,7 @@ def _attention_forward(
     seq_len = _checked_length(style, mesh, (query, key, value))
     local = (query.to_local(), key.to_local(), value.to_local())
     out = attend(*local, attention, **dims, seq_len=seq_len, group=mesh.get_group())
-    return shard(out, mesh, style.seq_dim, seq_len)
+    return joined(out, mesh, style.seq_dim, seq_len)
 
 
 def _checked_length(style: UlyssesAttention, mesh: DeviceMesh, tensors: tuple[Any, ...]) -> int:

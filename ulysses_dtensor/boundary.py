@@ -1,9 +1,10 @@
 """Entering and leaving the sequence region: whole plain tensors, DTensor shards, and the gradients between them.
 
-The contract of gradients. Reducers (FSDP, DDP, ours) average parameters' gradients over the ranks. So what leaves the
-region multiplies its gradient by P: before and inside the region each rank holds P times its own tokens' part, after it
-each rank holds the same whole, and the average is right everywhere. A tensor that enters behind a place where something
-left must bring back the whole instead; the gradient's graph tells which of the two it is.
+The contract of gradients. Reducers (FSDP, DDP, ours) average parameters' gradients over the ranks. So where a gradient
+goes from a DTensor of the region into a module it is multiplied by P: before the region and inside its modules each rank
+holds P times its own tokens' part, after it each rank holds the same whole, and the average is right everywhere. Between
+the modules a DTensor's gradient is the global tensor's own, whoever uses that tensor. A plain tensor that enters behind a
+place where something left must bring back the whole instead; the gradient's graph tells which of the two it is.
 """
 
 from __future__ import annotations
@@ -49,39 +50,52 @@ def enter(x: torch.Tensor, mesh: DeviceMesh, dim: int | None, seq_len: int) -> t
     return _piece(x.narrow(dim, 0, seq_len), mesh, dim)
 
 
-def shard(local: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
-    """Returns the DTensor of global shape whose piece on this rank is `local`, cut at `dim` as `torch.chunk` cuts."""
-    return _Shard.apply(local, mesh, dim, seq_len)
+def shard(
+    local: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int, on_backward: Callable[[], None] | None = None
+) -> DTensor:
+    """Returns the DTensor of global shape whose piece on this rank is `local`, a module's result on its own tokens.
+
+    Cut at `dim` as `torch.chunk` cuts. The gradient is multiplied by P; `on_backward` is called when it arrives (not in
+    compiled code, whose results notice elsewhere).
+    """
+    return _Shard.apply(local, mesh, dim, seq_len, mesh.size(), None if torch.compiler.is_compiling() else on_backward)
+
+
+def joined(local: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
+    """Returns the DTensor of global shape whose piece on this rank is `local`; the gradient is as it comes."""
+    return _Shard.apply(local, mesh, dim, seq_len, 1, None)
 
 
 def local_of(x: DTensor) -> torch.Tensor:
-    """Returns this rank's piece of a tensor of the region."""
+    """Returns this rank's piece of a tensor of the region; the gradient is divided by P."""
     _check_way(x)
     return _Local.apply(x)
 
 
-def leave(x: DTensor, on_backward: Callable[[], None] | None = None) -> torch.Tensor:
-    """Returns the whole tensor, plain, on every rank.
+def leave(x: DTensor, on_backward: Callable[[], None]) -> torch.Tensor:
+    """Returns the whole tensor, plain, on every rank; `on_backward` is called when a gradient arrives.
 
-    Communication: one all-gather forward, none backward: the gradient's own slice is taken and multiplied by P.
+    Communication: one all-gather forward, none backward: the gradient's own slice is taken.
     """
     _check_way(x)
     return _Leave.apply(x, on_backward)
 
 
-def scaled(x: DTensor, on_backward: Callable[[], None] | None = None) -> DTensor:
-    """Returns `x` for use outside the region: a global tensor, whose gradient is multiplied by P on the way back."""
+def noticed(x: DTensor, on_backward: Callable[[], None]) -> DTensor:
+    """Returns `x` itself, of which `on_backward` is called when a gradient arrives."""
     _check_way(x)
-    return _Scaled.apply(x, on_backward)
+    if x.grad_fn is not None:
+        x.register_hook(lambda _: on_backward())
+    return x
 
 
-_ENDS = frozenset({"_ShardBackward", "_ScaledBackward", "_LeaveBackward", "CheckpointFunctionBackward"})
+_ENDS = frozenset({"_ShardBackward", "CheckpointFunctionBackward"})
 
 
 def _check_way(x: DTensor) -> None:
     """Refuses a tensor of the region that went through a custom function of the model's own code, between our own.
 
-    Its backward would see a shard's gradient, P times too large. Torch's functions, by which hooks and FSDP pass it, may.
+    Its backward would see a shard's gradient. Torch's functions, by which hooks and FSDP pass it, may.
     """
     node = None if torch.compiler.is_compiling() else x.grad_fn
     while node is not None and node.name() not in _ENDS:
@@ -131,14 +145,25 @@ def _local_gradient(gradient: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch
 
 class _Shard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
-        ctx.mesh, ctx.dim = mesh, dim
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        dim: int,
+        seq_len: int,
+        factor: int,
+        on_backward: Callable[[], None] | None,
+    ) -> DTensor:
+        ctx.mesh, ctx.dim, ctx.factor, ctx.on_backward = mesh, dim, factor, on_backward
         return _wrapped(local.detach(), mesh, dim, seq_len)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
-        return _local_gradient(gradient, ctx.mesh, ctx.dim), None, None, None
+        if ctx.on_backward is not None:
+            ctx.on_backward()
+        local = _local_gradient(gradient, ctx.mesh, ctx.dim)
+        return local if ctx.factor == 1 else local * ctx.factor, None, None, None, None, None
 
 
 class _Local(torch.autograd.Function):
@@ -150,36 +175,20 @@ class _Local(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
-        return (_wrapped(gradient, ctx.mesh, ctx.dim, ctx.seq_len),)
+        return (_wrapped(gradient / ctx.mesh.size(), ctx.mesh, ctx.dim, ctx.seq_len),)
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, on_backward: Callable[[], None] | None) -> torch.Tensor:
+    def forward(ctx: Any, x: DTensor, on_backward: Callable[[], None]) -> torch.Tensor:
         ctx.mesh, ctx.dim, ctx.on_backward = x.device_mesh, dim_of(x), on_backward
         return _gathered(x.to_local(), x.device_mesh, ctx.dim, x.shape[ctx.dim])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
-        if ctx.on_backward is not None:
-            ctx.on_backward()
-        piece = _piece(gradient, ctx.mesh, ctx.dim) * ctx.mesh.size()
-        return _wrapped(piece, ctx.mesh, ctx.dim, gradient.shape[ctx.dim]), None
-
-
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, on_backward: Callable[[], None] | None) -> DTensor:
-        ctx.mesh, ctx.dim, ctx.on_backward = x.device_mesh, dim_of(x), on_backward
-        return _wrapped(x.to_local(), ctx.mesh, ctx.dim, x.shape[ctx.dim])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
-        if ctx.on_backward is not None:
-            ctx.on_backward()
-        piece = _local_gradient(gradient, ctx.mesh, ctx.dim) * ctx.mesh.size()
+        ctx.on_backward()
+        piece = _piece(gradient, ctx.mesh, ctx.dim).contiguous()
         return _wrapped(piece, ctx.mesh, ctx.dim, gradient.shape[ctx.dim]), None
 
 
@@ -219,7 +228,7 @@ def is_behind_leave(x: torch.Tensor) -> bool:
     return any(node.name() in _LEAVING for node in graph_nodes([x]))
 
 
-_LEAVING = frozenset({"_LeaveBackward", "_ScaledBackward", "CheckpointFunctionBackward"})
+_LEAVING = frozenset({"_ShardBackward", "_LeaveBackward", "CheckpointFunctionBackward"})
 
 
 def _axis(mesh: DeviceMesh) -> str:

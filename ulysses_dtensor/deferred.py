@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from ulysses_dtensor.boundary import dim_of, scaled
+from ulysses_dtensor.boundary import dim_of, noticed
 from ulysses_dtensor.loss import cross_entropy
 
 _CASTS = frozenset({"float", "double", "half", "bfloat16", "to", "type", "type_as", "contiguous"})
@@ -59,7 +59,7 @@ def defer(
     kwargs: Any,
     *,
     elementwise: Callable[..., DTensor | None],
-    on_backward: Callable[[], None] | None,
+    on_backward: Callable[[], None],
 ) -> Any:
     """Returns what `func` gives where that can stay in shards, None where it cannot.
 
@@ -126,7 +126,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     *,
-    on_backward: Callable[[], None] | None,
+    on_backward: Callable[[], None],
 ) -> torch.Tensor | None:
     batch, seq_len, _ = x.base.shape
     tokens = x.stop - x.start
@@ -135,4 +135,4 @@ def _cross_entropy(
     if reduction != "mean" or target.is_floating_point() or tuple(target.shape) != (batch * tokens,):
         return None
     labels = F.pad(target.view(batch, tokens), (x.start, seq_len - x.stop), value=ignore_index)
-    return cross_entropy(scaled(x.base, on_backward), labels, ignore_index=ignore_index)
+    return cross_entropy(noticed(x.base, on_backward), labels, ignore_index=ignore_index)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ulysses_dtensor import agreement, gradients
-from ulysses_dtensor.boundary import enter, is_behind_leave, is_shard_of, leave, local_of, scaled, shard
+from ulysses_dtensor.boundary import enter, is_shard_of, leave, local_of, noticed, shard
 from ulysses_dtensor.calls import Call, call_key, declared_length, hidden_options, nature
 from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
@@ -81,10 +81,9 @@ def _ancestor_forward(
         raise problem
     region.input_sizes = _sizes(args, kwargs)
     region.reducer.add(left)
-    region.on_backward = region.reducer if left else None
     region.active += 1
     try:
-        with Tail(region.mesh, region.on_backward, seeded_alike=region.seeded_alike) as tail:
+        with Tail(region.mesh, region.reducer, seeded_alike=region.seeded_alike) as tail:
             result = call(*args, **kwargs)
         tail.check()
     finally:
@@ -110,7 +109,7 @@ def _out(x: Any, region: Region, tail: Tail) -> Any:
     if isinstance(x, Deferred):
         return x.whole(tail.whole)
     if is_shard_of(x, region.mesh):
-        return tail.whole(x) if region.outputs == "replicate" else scaled(x, region.on_backward)
+        return tail.whole(x) if region.outputs == "replicate" else noticed(x, region.reducer)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):  # a result that torch cannot look into
         for part in dataclasses.fields(x):
             value = tree_map(lambda each: _out(each, region, tail), getattr(x, part.name, None))
@@ -128,7 +127,7 @@ def _gathered_slices(region: Region, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if not any(isinstance(x, Deferred) for x in tree_flatten((args, kwargs))[0]):
         return args, kwargs
     return tree_map(
-        lambda x: x.whole(lambda base: leave(base, region.on_backward)) if isinstance(x, Deferred) else x,
+        lambda x: x.whole(lambda base: leave(base, region.reducer)) if isinstance(x, Deferred) else x,
         (args, kwargs),
     )
 
@@ -193,7 +192,7 @@ def _beside_forward(
         return call(*args, **kwargs)
     found = _decide(call, module, region, name, leaves, spec, None)
     if found is None:
-        leaves = [leave(x, region.on_backward) if is_shard_of(x, region.mesh) else x for x in leaves]
+        leaves = [leave(x, region.reducer) if is_shard_of(x, region.mesh) else x for x in leaves]
         versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]
         args, kwargs = tree_unflatten(leaves, spec)
         result = call(*args, **kwargs)
@@ -295,7 +294,7 @@ def _run_local(
     spare = [p for key, p in module.named_parameters() if key in found.spare and not isinstance(p, DTensor)]
     for at, (x, dim) in enumerate(zip(outputs, found.outputs, strict=True)):
         if dim is not None:
-            outputs[at] = shard(gradients.tie(x, spare), region.mesh, dim, seq_len)
+            outputs[at] = shard(gradients.tie(x, spare), region.mesh, dim, seq_len, region.reducer)
     return tree_unflatten(outputs, out_spec)
 
 
@@ -312,11 +311,6 @@ def _check_inputs(region: Region, args: Any, kwargs: Any) -> None:
             raise PlanError(
                 f"{region.who}: an input is a DTensor placed {x.placements} on {x.device_mesh}. Pass the whole plain tensor, "
                 f"or a hidden state cut at its tokens over {region.mesh}."
-            )
-        if is_behind_leave(x):
-            raise PlanError(
-                f"{region.who}: an input in shards is a result of a converted model, whose gradient would be scaled twice. "
-                "Convert the module that holds both calls, or let the first return whole tensors (outputs='replicate')."
             )
         if not x.is_floating_point():
             raise PlanError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,6 @@ class Region:
         self.decisions: dict[Any, Decision | None] = {}
         self.natures: dict[Any, Any] = {}
         self.reducer = ReduceAtEnd(mesh)
-        self.on_backward: Callable[[], None] | None = None
         self.history = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
@@ -61,7 +60,6 @@ class Region:
             "bypassed": 0,
             "inside": 0,
             "agreed": False,
-            "on_backward": None,
         }
 
     @property

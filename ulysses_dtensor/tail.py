@@ -43,7 +43,7 @@ class Tail(TorchFunctionMode):
     element by element; any other one gets the whole tensor, gathered, as on one device. In place it is refused.
     """
 
-    def __init__(self, mesh: DeviceMesh, on_backward: Callable[[], None] | None, *, seeded_alike: bool = True) -> None:
+    def __init__(self, mesh: DeviceMesh, on_backward: Callable[[], None], *, seeded_alike: bool = True) -> None:
         super().__init__()
         self.mesh, self.on_backward, self.seeded_alike = mesh, on_backward, seeded_alike
         self._wholes: dict[tuple[int, bool], tuple[DTensor, torch.Tensor, int]] = {}
@@ -113,7 +113,7 @@ class Tail(TorchFunctionMode):
         ):
             return None
         args, kwargs = tree_map(local, (args, kwargs))
-        return shard(func(*args, **kwargs), self.mesh, dim, shape[dim])
+        return shard(func(*args, **kwargs), self.mesh, dim, shape[dim], self.on_backward)
 
 
 def _is_torchs(args: Any, kwargs: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,6 +57,7 @@ def run_ranks(ranks: int, function: Callable[..., Result], *args: Any, timeout: 
         Exception: whatever the first failing rank raised; the other ranks are ended with it.
         TimeoutError: a rank did not end in time.
     """
+    _choose_kernels()
     results: dict[int, Result] = {}
     errors: list[tuple[int, BaseException]] = []
     store = c10d.HashStore()
@@ -152,6 +154,20 @@ def local_by_torch_chunk(
             pieces = torch.chunk(x, sizes[name], dim)
             x = pieces[where[name]] if where[name] < len(pieces) else x.narrow(dim, 0, 0)
     return x
+
+
+@lru_cache(maxsize=1)
+def _choose_kernels() -> None:
+    """Calls each function of the processor's vector library once, before several threads do.
+
+    MKL 2024.2 chooses a kernel at a function's first call, and may run one of half the digits for a thread that calls it
+    meanwhile: one cold process in some dozens had a cosine right to 1e-8 in float64. https://github.com/pytorch/pytorch/issues/188792
+    """
+    for dtype in (torch.float32, torch.float64):
+        for (
+            name
+        ) in "acos asin atan cos cosh erf erfc erfinv exp expm1 log log10 log1p log2 sin sinh sqrt tan tanh".split():
+            getattr(torch, name)(torch.full((64,), 0.5, dtype=dtype))
 
 
 @contextmanager
