@@ -83,7 +83,10 @@ def loss_of_shards(result: Any) -> torch.Tensor:
             )
             total = total + (x.to_local() * weights).sum() / x.numel()
         else:
-            total = total + (x * weights).sum() / x.numel() / dist.get_world_size()
+            own = (
+                x * weights
+            ).sum() / x.numel()  # every rank holds all of it: its whole gradient, its share of the sum
+            total = total + own - own.detach() * (1 - 1 / dist.get_world_size())
     return total
 
 

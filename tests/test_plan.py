@@ -92,7 +92,7 @@ def test_sharded_outputs_carry_their_placement() -> None:
 def test_the_check_itself_fails_without_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "ulysses_dtensor.inside.sharded_sdpa",
-        lambda *args, seq_len, group, **named: F.scaled_dot_product_attention(*args, **named),
+        lambda *args, tokens, group, **named: F.scaled_dot_product_attention(*args, **named),
     )
     with pytest.raises(AssertionError, match="relative error"):
         assert_sample_equals_one_device(ZOO["rotary decoder"], 2, 9, 1, "replicate")

@@ -19,6 +19,7 @@ from ulysses_dtensor.heads import Heads
 from ulysses_dtensor.inside import declared_attention
 from ulysses_dtensor.layout import Layout
 from ulysses_dtensor.meshes import sequence_mesh
+from ulysses_dtensor.tokens import Tokens
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -137,16 +138,17 @@ def _attention_forward(
             )
         return out
 
-    dims = {"seq_dim": style.seq_dim, "head_dim": style.head_dim}
+    seq_dim, head_dim = style.seq_dim, style.head_dim
     if not any(isinstance(x, DTensor) for x in (query, key, value)):
-        return declared_attention(query, key, value, attention, **dims, mesh=mesh if alone else None)
-    seq_len = _checked_length(style, mesh, (query, key, value))
+        own = mesh if alone else None
+        return declared_attention(query, key, value, attention, seq_dim=seq_dim, head_dim=head_dim, mesh=own)
+    tokens = _checked_tokens(style, mesh, (query, key, value))
     local = (query.to_local(), key.to_local(), value.to_local())
-    out = attend(*local, attention, **dims, seq_len=seq_len, group=mesh.get_group())
-    return joined(out, mesh, style.seq_dim, seq_len)
+    out = attend(*local, attention, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=mesh.get_group())
+    return joined(out, mesh, style.seq_dim, tokens[0].cut)
 
 
-def _checked_length(style: UlyssesAttention, mesh: DeviceMesh, tensors: tuple[Any, ...]) -> int:
+def _checked_tokens(style: UlyssesAttention, mesh: DeviceMesh, tensors: tuple[Any, ...]) -> tuple[Tokens, Tokens]:
     for name, x in zip(("query", "key", "value"), tensors, strict=True):
         if not isinstance(x, DTensor):
             raise PlanError(f"UlyssesAttention: {name} is a plain tensor beside DTensors. Pass all three as DTensors.")
@@ -156,12 +158,10 @@ def _checked_length(style: UlyssesAttention, mesh: DeviceMesh, tensors: tuple[An
                 f"UlyssesAttention: {name} is placed {x.placements} on {x.device_mesh}, the layout {style.src.text!r} says "
                 f"{placements} on {mesh}. Redistribute it first."
             )
-    lengths = {x.shape[style.seq_dim] for x in tensors}
-    if len(lengths) != 1:
-        raise PlanError(
-            f"UlyssesAttention: query, key and value have {sorted(lengths)} tokens. Cross-attention is not supported yet."
-        )
-    return lengths.pop()
+    query, key, value = (Tokens(x.shape[style.seq_dim]) for x in tensors)
+    if key != value:
+        raise PlanError(f"UlyssesAttention: key has {key.total} tokens, value {value.total}. They must agree.")
+    return query, key
 
 
 def _take_qkv(

@@ -224,10 +224,14 @@ class _Shared(torch.autograd.Function):
 
 
 def is_behind_leave(x: torch.Tensor) -> bool:
-    """Whether something that left a region is in the graph of `x`; a reentrant checkpoint hides whether it is."""
-    return any(node.name() in _LEAVING for node in graph_nodes([x]))
+    """Whether something that left a region is in the graph of `x`; a reentrant checkpoint hides whether it is.
+
+    What a module made of its tokens, and every rank holds whole (a text stream of joint attention), has not left.
+    """
+    return any(node.name() in _LEAVING for node in graph_nodes([x], until=_ENTERING))
 
 
+_ENTERING = frozenset({"_LocalBackward", "_EnterBehindBackward", "_SharedBackward"})
 _LEAVING = frozenset({"_ShardBackward", "_LeaveBackward", "CheckpointFunctionBackward"})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,23 @@ from ulysses_dtensor.trees import TreeSpec, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+Dims = dict[int, int]
+"""Leaf number to the dim of its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A candidate for what holds tokens in a call, by leaf number.
+
+    `hidden` holds the tokens that the result is per. `contexts` are other sequences held in shards, of which attention's keys
+    are made; `gathered` are such sequences that are gathered first.
+    """
+
+    hidden: Dims
+    contexts: tuple[Dims, ...] = ()
+    gathered: Dims = field(default_factory=dict)
 
 
 class Call:
@@ -37,10 +55,6 @@ class Call:
             for at, argument in _arguments(module, len(leaves), spec).items():
                 if argument in inputs and isinstance(leaves[at], torch.Tensor) and at not in self.held:
                     self.declared[at] = _token_dim(inputs, argument, leaves[at], mesh)
-        if self.held:
-            lengths = {self.seq_len({at: dim}) for at, dim in self.held.items()}
-            if len(lengths) > 1:
-                raise PlanError(f"UlyssesPlan: {type(module).__name__} got hidden states of {sorted(lengths)} tokens.")
 
     def seq_len(self, hidden: Mapping[int, int]) -> int:
         """Returns the number of tokens that these dims imply."""
@@ -77,14 +91,35 @@ def _token_dim(inputs: Mapping[str, Layout], argument: str, x: torch.Tensor, mes
     return dim
 
 
-def hidden_options(call: Call) -> list[dict[int, int]]:
-    """Returns the candidates for the hidden state, likeliest first: what is held, what is declared, floating leaves."""
-    if call.held:
-        return [call.held]
+def hidden_options(call: Call) -> list[Option]:
+    """Returns the candidates for the hidden state, likeliest first: what is held, what is declared, floating leaves.
+
+    Sequences of other lengths that are held beside it stay in shards, or are gathered.
+    """
+    groups: dict[int, Dims] = {}
+    for at, dim in call.held.items():
+        groups.setdefault(call.seq_len({at: dim}), {})[at] = dim
+    held = [Option(dims, *_beside(groups, length)) for length, dims in groups.items()]
+    options = held + [Option(dims, tuple(groups.values())) for dims in _plain(call)]
+    return options + [Option(each.hidden, (), _merged(each.contexts)) for each in options if each.contexts]
+
+
+def _beside(groups: dict[int, Dims], length: int) -> tuple[tuple[Dims, ...]]:
+    return (tuple(dims for other, dims in groups.items() if other != length),)
+
+
+def _merged(groups: tuple[Dims, ...]) -> Dims:
+    return {at: dim for dims in groups for at, dim in dims.items()}
+
+
+def _plain(call: Call) -> list[Dims]:
+    """Returns what plain leaves could be the hidden state; leaves that are one and the same tensor go together."""
     floating = [
-        at for at, x in enumerate(call.leaves) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim >= 2
+        at
+        for at, x in enumerate(call.leaves)
+        if isinstance(x, torch.Tensor) and at not in call.held and x.is_floating_point() and x.ndim >= 2
     ]
-    options = []
+    options: list[Dims] = []
     for at in floating:
         if at in call.declared:
             dim = call.declared[at]

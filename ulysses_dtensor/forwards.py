@@ -163,7 +163,8 @@ def _block_forward(
     assert found is not None  # a block that mixes raised
     hidden = dict(found.hidden)
     seq_len = next(leaves[at].shape[dim] for at, dim in hidden.items())
-    if not any(is_shard_of(x, region.mesh) for x in leaves) and region.is_short(seq_len):
+    if not any(is_shard_of(leaves[at], region.mesh) for at in hidden) and region.is_short(seq_len):
+        args, kwargs = tree_unflatten([_gathered(x, region) for x in leaves], spec)
         return _run_whole(call, region, args, kwargs)
     return _run_local(call, module, region, name, found, leaves, spec, seq_len)
 
@@ -192,7 +193,7 @@ def _beside_forward(
         return call(*args, **kwargs)
     found = _decide(call, module, region, name, leaves, spec, None)
     if found is None:
-        leaves = [leave(x, region.reducer) if is_shard_of(x, region.mesh) else x for x in leaves]
+        leaves = [_gathered(x, region) for x in leaves]
         versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]
         args, kwargs = tree_unflatten(leaves, spec)
         result = call(*args, **kwargs)
@@ -263,7 +264,11 @@ def _decide(
 
 def _possible_lengths(module: nn.Module, region: Region, leaves: list[Any], spec: TreeSpec) -> list[int]:
     described = Call(module, leaves, spec, region.inputs, region.mesh)
-    return [described.seq_len(option) for option in hidden_options(described)]
+    return [described.seq_len(option.hidden) for option in hidden_options(described)]
+
+
+def _gathered(x: Any, region: Region) -> Any:
+    return leave(x, region.reducer) if is_shard_of(x, region.mesh) else x
 
 
 def _run_local(
@@ -277,9 +282,12 @@ def _run_local(
     seq_len: int,
 ) -> Any:
     dims = dict((*found.hidden, *found.sliced))
+    lengths = {at: leaves[at].shape[dim] for at, dim in (*found.hidden, *found.contexts)}
     local = []
     for at, x in enumerate(leaves):
-        if is_shard_of(x, region.mesh):
+        if at in found.gathered:
+            local.append(enter(_gathered(x, region), region.mesh, None, seq_len))
+        elif is_shard_of(x, region.mesh):
             local.append(local_of(x))
         elif isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
             local.append(enter(x, region.mesh, dims.get(at), seq_len))
@@ -288,7 +296,10 @@ def _run_local(
     args, kwargs = tree_unflatten(local, spec)
     if not torch.compiler.is_compiling():
         region.history = agreement.roll(region.history, f"{name} {seq_len}")
-    with Inside(region.mesh.get_group(), seq_len, seeded_alike=region.seeded_alike), region.running():
+    inside = Inside(
+        region.mesh.get_group(), found.attentions, found.dropouts, lengths, seeded_alike=region.seeded_alike
+    )
+    with inside, region.running():
         result = call(*args, **kwargs)
     outputs, out_spec = tree_flatten(result)
     spare = [p for key, p in module.named_parameters() if key in found.spare and not isinstance(p, DTensor)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
@@ -15,6 +16,7 @@ from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.randomness import own_random_state, refuse_draw
 from ulysses_dtensor.sdpa import sharded_sdpa
+from ulysses_dtensor.tokens import Held, Tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,30 +25,115 @@ if TYPE_CHECKING:
 DROPOUTS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout})
 
 
-class Inside(TorchFunctionMode):
-    """Open while a block, or a module that keeps tokens apart, runs on its local tokens."""
+Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Heads], torch.Tensor]
+Operands = tuple[Held, Held]
+"""What the probe found of an attention call: of its query, and of its key and value."""
 
-    def __init__(self, group: ProcessGroup, seq_len: int, *, seeded_alike: bool = True) -> None:
+
+class Inside(TorchFunctionMode):
+    """Open while a block, or a module that keeps tokens apart, runs on its local tokens.
+
+    Args:
+        group: the ranks among which tokens are cut.
+        attentions: of each attention call of the module, in order, which tokens its operands hold.
+        dropouts: of each dropout call, in order, the dim at which its tensor is cut and where other tokens stand.
+        lengths: whole lengths of the cut arguments, by leaf number.
+        seeded_alike: whether the ranks' generators stood at the same state.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        attentions: Sequence[Operands],
+        dropouts: Sequence[tuple[int, str] | None],
+        lengths: dict[int, int],
+        *,
+        seeded_alike: bool = True,
+    ) -> None:
         super().__init__()
-        self.group, self.seq_len, self.seeded_alike = group, seq_len, seeded_alike
+        self.group, self.seeded_alike = group, seeded_alike
+        self.attentions, self.dropouts, self.lengths = attentions, dropouts, lengths
+        self.calls, self.drops = 0, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return sharded_sdpa(*args, **kwargs, seq_len=self.seq_len, group=self.group)
+            query, key = given(args, kwargs, "query", "key")
+            tokens = self.next_tokens(query, key, -2)
+            if tokens is None:
+                return func(*args, **kwargs)
+            return sharded_sdpa(*args, **kwargs, tokens=tokens, group=self.group)
         if func is declared_attention:
-            del kwargs["mesh"]
-            return attend(*args, **kwargs, seq_len=self.seq_len, group=self.group)
+            return self.declared(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             raise PlanError(MULTIHEAD)
-        if func in DROPOUTS and drops(func, args, kwargs):
-            with own_random_state(args[0].device, self.group):
-                return func(*args, **kwargs)
+        if func in DROPOUTS:
+            return self.drop(func, args, kwargs)
         if not self.seeded_alike:
             refuse_draw(func, kwargs)
         return func(*args, **kwargs)
 
+    def declared(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: Call,
+        *,
+        seq_dim: int,
+        head_dim: int,
+        mesh: Any,
+    ) -> torch.Tensor:
+        """Runs an attention that was declared by layout."""
+        tokens = self.next_tokens(query, key, seq_dim)
+        if tokens is None:
+            return call(query, key, value, heads_of(query.shape[head_dim], key.shape[head_dim], 1, 0))
+        return attend(query, key, value, call, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=self.group)
 
+    def drop(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """Drops this rank's tokens by numbers of its own, and what every rank holds alike on all."""
+        at, self.drops = self.drops, self.drops + 1
+        if not drops(func, args, kwargs):
+            return func(*args, **kwargs)
+        where = self.dropouts[at] if at < len(self.dropouts) else (0, "none")
+        if where is not None and where[1] == "none":
+            with own_random_state(args[0].device, self.group):
+                return func(*args, **kwargs)
+        if not self.seeded_alike or where is not None:
+            raise PlanError(
+                "UlyssesPlan: dropout on a tensor of which every rank holds a part whole: it would have to be dropped alike on all "
+                "ranks. " + (DROP_JOINED if where else "Seed the ranks of a sequence group alike.")
+            )
+        return func(*args, **kwargs)
+
+    def next_tokens(self, query: torch.Tensor, key: torch.Tensor, seq_dim: int) -> tuple[Tokens, Tokens] | None:
+        """Returns what the next attention call's query and keys hold; None when every rank holds all of both.
+
+        Raises:
+            PlanError: there are more attention calls than when the block was proven.
+        """
+        if self.calls >= len(self.attentions):
+            raise PlanError(
+                f"UlyssesPlan: attention is called more often than the {len(self.attentions)} times when the block was proven."
+            )
+        held = self.attentions[self.calls]
+        self.calls += 1
+        if held[0].of is None and held[1].of is None:
+            return None
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        lengths = (query.shape[seq_dim], key.shape[seq_dim])
+        of_query, of_key = (
+            each.tokens(local, self.lengths, ranks, rank) for each, local in zip(held, lengths, strict=True)
+        )
+        return of_query, of_key
+
+
+def given(args: Any, kwargs: Any, *names: str) -> list[Any]:
+    """Returns the leading arguments of a call, however they were passed."""
+    return [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
+
+
+DROP_JOINED = "Drop the joined tokens and the others apart."
 MULTIHEAD = (
     "UlyssesPlan: the block calls nn.MultiheadAttention, which is not supported yet. "
     "Write the attention with F.scaled_dot_product_attention."
@@ -57,7 +144,7 @@ def declared_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Heads], torch.Tensor],
+    call: Call,
     *,
     seq_dim: int,
     head_dim: int,
@@ -91,8 +178,8 @@ def declared_attention(
             f"UlyssesAttention: plain tensors of {-shortest} to {longest} tokens on the ranks of {mesh}. Plain tensors "
             "cannot say how an uneven sequence is cut; pass DTensors in the attention's layout."
         )
-    del dims["mesh"]
-    return attend(*tensors, call, **dims, seq_len=local * mesh.size(), group=mesh.get_group())
+    whole = Tokens(local * mesh.size())
+    return attend(*tensors, call, seq_dim=seq_dim, head_dim=head_dim, tokens=(whole, whole), group=mesh.get_group())
 
 
 def drops(func: Any, args: Any, kwargs: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def graph_nodes(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields the nodes of the graph behind the tensors among some values, each once."""
+def graph_nodes(values: Iterable[Any], until: Container[str] = ()) -> Iterator[Any]:
+    """Yields the nodes of the graph behind the tensors among some values, each once; not past those named in `until`."""
     pending = [x.grad_fn for x in values if isinstance(x, torch.Tensor)]
     seen = set()
     while pending:
@@ -28,4 +28,5 @@ def graph_nodes(values: Iterable[Any]) -> Iterator[Any]:
         if node is not None and node not in seen:
             seen.add(node)
             yield node
-            pending.extend(following for following, _ in node.next_functions)
+            if node.name() not in until:
+                pending.extend(following for following, _ in node.next_functions)

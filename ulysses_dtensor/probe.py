@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ulysses_dtensor.calls import Dims, Option
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.telling import telling, telling_parameters
+from ulysses_dtensor.tokens import Held
 from ulysses_dtensor.trees import TreeSpec
-from ulysses_dtensor.trial import Dims, Rejected, Trial, Verdict
+from ulysses_dtensor.trial import Drop, Rejected, Trial, Verdict
 
 _MAX_TRIALS = 256
 
@@ -31,13 +33,18 @@ class Decision:
     """What the probe found of one module called in one way.
 
     `hidden` and `sliced` give the token dim of the call's tensor leaves by their number, `outputs` that of each leaf
-    of the result (None: no tokens). `spare` names parameters that a single token may leave unused.
+    of the result (None: no tokens). `contexts` are held sequences of other lengths, `gathered` those that must be gathered.
+    `attentions` and `dropouts` say of each such call, in order, which tokens its operands hold. `spare` names parameters
+    that a single token may leave unused.
     """
 
     hidden: tuple[tuple[int, int], ...]
     sliced: tuple[tuple[int, int], ...]
     outputs: tuple[int | None, ...]
-    attention_calls: int
+    contexts: tuple[tuple[int, int], ...]
+    gathered: tuple[int, ...]
+    attentions: tuple[tuple[Held, Held], ...]
+    dropouts: tuple[Drop, ...]
     spare: tuple[str, ...]
     seconds: float
 
@@ -51,7 +58,7 @@ def probe(
     module: nn.Module,
     leaves: Sequence[Any],
     spec: TreeSpec,
-    options: Sequence[Dims],
+    options: Sequence[Option],
     *,
     seq_len: Callable[[Dims], int],
     fixed: Mapping[int, int | None],
@@ -65,7 +72,7 @@ def probe(
         module: for its parameters and buffers.
         leaves: flat arguments of the call; tensors of global shape, plain (per-token ones may be meta stand-ins).
         spec: how the leaves make up (args, kwargs).
-        options: candidates for the hidden state: leaf numbers and the dims of their tokens.
+        options: candidates for the hidden state.
         seq_len: the number of tokens that an option implies.
         fixed: token dims of leaves that were declared; None: declared as used whole.
         attentions: the module's converted attentions; when there are any, one has to run.
@@ -78,19 +85,42 @@ def probe(
     trouble: list[Rejected] = []
     with torch.inference_mode(False), _fresh_caches(), telling_parameters(module):
         leaves = [telling(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        for hidden in options:
-            length = seq_len(hidden)
-            for sliced in _guesses(leaves, hidden, length, fixed):
-                trial = Trial(call, module, leaves, spec, hidden, sliced, length, tuple(attentions))
-                verdict = trial.verdict(trouble)
-                if verdict is None:
-                    continue
-                trial, verdict = _with_fewest_cuts(trial, verdict, fixed)
-                outputs, calls = verdict
-                cuts, spare = tuple(trial.sliced.items()), trial.spare_parameters()
-                return Decision(tuple(hidden.items()), cuts, outputs, calls, spare, time.perf_counter() - started)
+
+        def trials() -> Iterator[Trial]:
+            for option in options:
+                length = seq_len(option.hidden)
+                for sliced in _guesses(leaves, option, length, fixed):
+                    yield Trial(call, module, leaves, spec, option, sliced, length, tuple(attentions))
+
+        for trial, (outputs, held, drops) in _passed(trials(), fixed, trouble):
+            return Decision(
+                hidden=tuple(trial.hidden.items()),
+                sliced=tuple(trial.sliced.items()),
+                outputs=outputs,
+                contexts=tuple(item for dims in trial.option.contexts for item in dims.items()),
+                gathered=tuple(trial.option.gathered),
+                attentions=held,
+                dropouts=drops,
+                spare=trial.spare_parameters(),
+                seconds=time.perf_counter() - started,
+            )
     reason = str(max(trouble, key=lambda rejected: rejected.weight)) if trouble else "no argument could hold tokens"
     raise Mixes(f"{who}: {reason}.")
+
+
+def _passed(
+    trials: Iterator[Trial], fixed: Mapping[int, int | None], trouble: list[Rejected]
+) -> Iterator[tuple[Trial, Verdict]]:
+    """Yields what passes: first what gives a result per token, then what gives whole results alone (learned queries)."""
+    later = []
+    for trial in trials:
+        verdict = trial.verdict(trouble)
+        if verdict is not None:
+            found = _with_fewest_cuts(trial, verdict, fixed)
+            if any(dim is not None for dim in found[1][0]):
+                yield found
+            later.append(found)
+    yield from later
 
 
 @contextmanager
@@ -108,8 +138,9 @@ def _fresh_caches() -> Iterator[None]:
         cache.update(kept)
 
 
-def _guesses(leaves: Sequence[Any], hidden: Dims, seq_len: int, fixed: Mapping[int, int | None]) -> Iterator[Dims]:
+def _guesses(leaves: Sequence[Any], option: Option, seq_len: int, fixed: Mapping[int, int | None]) -> Iterator[Dims]:
     """Yields which leaves to cut and where: what is declared alone, then likely ones, then every way of few cuts."""
+    hidden = {at for dims in (option.hidden, *option.contexts, option.gathered) for at in dims}
     declared = {at: dim for at, dim in fixed.items() if dim is not None and at not in hidden}
     choices: dict[int, list[int]] = {}
     for at, x in enumerate(leaves):

@@ -11,6 +11,7 @@ from ulysses_dtensor.attend import attend, pair_kv
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads
 from ulysses_dtensor.randomness import own_random_state
+from ulysses_dtensor.tokens import Tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,21 +27,21 @@ def sharded_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    seq_len: int,
+    tokens: tuple[Tokens, Tokens],
     group: ProcessGroup,
 ) -> torch.Tensor:
     """Returns this rank's tokens of `scaled_dot_product_attention` over the whole sequence.
 
     Args:
         query: local (..., H, S/P, D).
-        key: local (..., H_kv, S/P, D).
-        value: local (..., H_kv, S/P, D_v).
-        attn_mask: global, broadcastable to (..., H, S, S); a head axis of size H is cut to this rank's heads.
+        key: local (..., H_kv, S_kv/P, D); or whole tokens, or both, as `tokens` says.
+        value: local (..., H_kv, S_kv/P, D_v).
+        attn_mask: global, broadcastable to (..., H, S, S_kv); a head axis of size H is cut to this rank's heads.
         dropout_p: drawn independently on every rank from the default generator's state.
         is_causal: as in torch, over the whole sequence.
         scale: as in torch.
         enable_gqa: as in torch; without it key and value have as many heads as the query.
-        seq_len: tokens of the whole sequence.
+        tokens: of the query, and of key and value.
         group: the ranks among which the sequence is cut.
 
     Raises:
@@ -59,7 +60,7 @@ def sharded_sdpa(
             "Pass enable_gqa=True, or repeat the kv heads."
         )
     if attn_mask is not None:
-        _check_mask(attn_mask, num_heads, seq_len)
+        _check_mask(attn_mask, num_heads, (tokens[0].total, tokens[1].total))
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> torch.Tensor:
         mask = attn_mask
@@ -72,8 +73,8 @@ def sharded_sdpa(
 
     if dropout_p:
         with own_random_state(query.device, group):
-            return attend(query, key, value, call, seq_dim=-2, head_dim=-3, seq_len=seq_len, group=group)
-    return attend(query, key, value, call, seq_dim=-2, head_dim=-3, seq_len=seq_len, group=group)
+            return attend(query, key, value, call, seq_dim=-2, head_dim=-3, tokens=tokens, group=group)
+    return attend(query, key, value, call, seq_dim=-2, head_dim=-3, tokens=tokens, group=group)
 
 
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:
@@ -83,12 +84,12 @@ def _as_autocast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def _check_mask(mask: torch.Tensor, num_heads: int, seq_len: int) -> None:
+def _check_mask(mask: torch.Tensor, num_heads: int, lengths: tuple[int, int]) -> None:
     sizes = tuple(mask.shape)
-    if any(size not in (1, seq_len) for size in sizes[-2:]):
+    if any(size not in (1, length) for size, length in zip(sizes[::-1], lengths[::-1], strict=False)):
         raise PlanError(
-            f"scaled_dot_product_attention: attn_mask={sizes} is not of the whole sequence, S={seq_len}. It was made from "
-            "this rank's tokens; make it from the whole sequence before the blocks and pass it to them."
+            f"scaled_dot_product_attention: attn_mask={sizes} is not of the whole sequence, {lengths[0]} by {lengths[1]}. It was "
+            "made from this rank's tokens; make it from the whole sequence before the blocks and pass it to them."
         )
     if len(sizes) >= 3 and sizes[-3] not in (1, num_heads):
         raise PlanError(

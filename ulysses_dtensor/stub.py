@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +14,24 @@ from ulysses_dtensor.heads import heads_of
 from ulysses_dtensor.inside import DROPOUTS, MULTIHEAD, declared_attention, drops
 
 
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The operands of one attention call."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    seq_dim: int
+
+
 class AttentionStub(TorchFunctionMode):
     """Replaces attention by a function of each token alone that depends on all of query, key and value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flags: list[tuple[Any, ...]] = []
-        self.lengths: set[int] = set()
+        self.attentions: list[Attention] = []
+        self.dropouts: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -29,8 +41,9 @@ class AttentionStub(TorchFunctionMode):
             return self._declared(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             raise PlanError(MULTIHEAD)
-        if func in DROPOUTS and drops(func, args, kwargs):
-            return args[0].clone()
+        if func in DROPOUTS:
+            self.dropouts.append(args[0].detach().clone())
+            return args[0].clone() if drops(func, args, kwargs) else func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _sdpa(
@@ -71,20 +84,19 @@ class AttentionStub(TorchFunctionMode):
         head_dim: int,
         flags: tuple[Any, ...],
     ) -> torch.Tensor:
-        if key.shape[seq_dim] != query.shape[seq_dim]:
-            raise PlanError(
-                f"its attention has {query.shape[seq_dim]} query and {key.shape[seq_dim]} key tokens: cross-attention, "
-                "or a kv cache, is not supported yet"
-            )
-        self.flags.append((*flags, query.shape[head_dim], key.shape[head_dim], query.shape[-1], value.shape[-1]))
-        self.lengths.add(query.shape[seq_dim])
         repeats, rest = divmod(query.shape[head_dim], max(1, key.shape[head_dim]))
         if rest:
             raise PlanError(
                 f"its attention has {query.shape[head_dim]} query heads, no multiple of {key.shape[head_dim]} kv heads"
             )
+        self.flags.append((*flags, query.shape[head_dim], key.shape[head_dim], query.shape[-1], value.shape[-1]))
+        q, k, v = (x.detach().clone() for x in (query, key, value))
+        self.attentions.append(Attention(q, k, v, seq_dim % query.ndim))
         # Weights that differ along the head size: a rotation of query and key must not cancel.
         score = (query * _ramp(query)).sum(-1, keepdim=True)
+        if key.shape[seq_dim] != query.shape[seq_dim]:  # another sequence's: proven apart by what was recorded
+            used = (0 * key).nan_to_num().sum() + (0 * value).nan_to_num().sum()
+            return (score / query.shape[-1] + used).expand(*score.shape[:-1], value.shape[-1]).clone()
         score = score + (key * _ramp(key).flip(-1)).sum(-1, keepdim=True).repeat_interleave(repeats, head_dim)
         return value.repeat_interleave(repeats, head_dim) + score / query.shape[-1]
 

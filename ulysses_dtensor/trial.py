@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,21 +13,25 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ulysses_dtensor.calls import Dims, Option
 from ulysses_dtensor.compare import alike, close, same
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.leftovers import Watch
+from ulysses_dtensor.operands import Subset, apart, held_by, place, untouched
 from ulysses_dtensor.passes import graph_nodes
-from ulysses_dtensor.stub import AttentionStub
+from ulysses_dtensor.stub import Attention, AttentionStub
+from ulysses_dtensor.tokens import Held
 from ulysses_dtensor.trees import TreeSpec, tree_flatten, tree_unflatten
 from ulysses_dtensor.unseen import unseen
 
 _TOKENS_ALONE = 3  # how many single tokens must use a parameter for it to count as always used
+_TAINTED = "it mixes tokens outside attention: NaN or large values in some tokens reached others"
 _LARGE = 1e4  # past what a branch on the size of values lets pass, and within float16
-Dims = dict[int, int]
-"""Leaf number to the dim of its tokens."""
+Drop = tuple[int, str] | None
+"""The dim of a dropped tensor's tokens and where others stand (see `Held`); None where every rank holds all of it."""
 
-Verdict = tuple[tuple[int | None, ...], int]
-"""The token dim of each output leaf, and how many attention calls there were."""
+Verdict = tuple[tuple[int | None, ...], tuple[tuple[Held, Held], ...], tuple[Drop, ...]]
+"""The token dim of each output leaf, what each attention call's operands hold, and what each dropout call's tensor holds."""
 
 
 class Rejected(Exception):
@@ -42,7 +47,8 @@ class _Run:
     outputs: list[Any]
     spec: TreeSpec
     flags: list[tuple[Any, ...]]
-    lengths: set[int]
+    attentions: list[Attention]
+    dropouts: list[torch.Tensor]
     buffers: dict[str, torch.Tensor]
     attributes: dict[str, Any]
     hidden: dict[int, torch.Tensor]
@@ -63,13 +69,14 @@ class Trial:
         module: nn.Module,
         leaves: Sequence[Any],
         spec: TreeSpec,
-        hidden: Dims,
+        option: Option,
         sliced: Dims,
         seq_len: int,
         attentions: tuple[nn.Module, ...],
     ) -> None:
         self.call, self.module, self.leaves, self.spec = call, module, leaves, spec
-        self.hidden, self.sliced, self.seq_len, self.attentions = hidden, sliced, seq_len, attentions
+        self.option, self.sliced, self.seq_len, self.attentions = option, sliced, seq_len, attentions
+        self.hidden = option.hidden
         sizes = {size for x in leaves if isinstance(x, torch.Tensor) for size in x.shape} | {seq_len}
         sizes |= {size for p in module.parameters() for size in p.shape}
         # No count of tokens that the module sees, nor what is left of it, equals any size that it has: a coincidence would tell
@@ -77,11 +84,12 @@ class Trial:
         self.some = next(n for n in itertools.chain((5, 6, 7, 4, 3), itertools.count(8)) if n not in sizes)
         fits = (n for n in itertools.count(max(11, self.some + 6)) if not {n, n - self.some} & sizes)
         self.tokens = next(fits)
+        self.context_tokens = [next(fits) + at for at, _ in enumerate((*option.contexts, option.gathered))]
 
     def without(self, leaf: int) -> Trial:
         """Returns the same trial with one leaf left whole."""
         sliced = {at: dim for at, dim in self.sliced.items() if at != leaf}
-        return Trial(self.call, self.module, self.leaves, self.spec, self.hidden, sliced, self.seq_len, self.attentions)
+        return Trial(self.call, self.module, self.leaves, self.spec, self.option, sliced, self.seq_len, self.attentions)
 
     def verdict(self, trouble: list[Rejected]) -> Verdict | None:
         """Returns the outputs' token dims and the number of attention calls, or None, with the reason in `trouble`."""
@@ -102,25 +110,85 @@ class Trial:
             raise Rejected(4, "it gives nothing but NaN for random tokens, which tells nothing")
         if self.attentions and not whole.flags:
             raise Rejected(5, self._silent_attention())
-        if whole.lengths - {self.tokens}:
-            raise Rejected(
-                3,
-                f"its attention saw {sorted(whole.lengths)} tokens where {self.tokens} were given: the dim of the tokens is "
-                "another one, or they are regrouped (windows). Declare the layout with UlyssesPlan(inputs=...)",
-            )
         part = self.run(some, plain_errors=True)
         dims = self._output_dims(whole, part, len(some))
+        if whole.attentions and all(self._misplaced(call) for call in whole.attentions):
+            raise Rejected(3, self._strange_operands(whole.attentions))
         self._compare(whole, part, some, dims, "a slice of its tokens")
+        held = self._held(whole, part, some, dims)
         for single in ([self.tokens // 2], [self.tokens - 1]):
-            self._compare(whole, self.run(single, plain_errors=True), single, dims, "a single token")
+            alone = self.run(single, plain_errors=True)
+            self._compare(whole, alone, single, dims, "a single token")
+            self._compare_operands(whole, alone, held, self._subset(single))
         self._check_tables(everything, dims)
         tainted = [1, self.tokens // 2 + 1, self.tokens - 2]
         for value in (float("nan"), _LARGE):
-            self._compare_taint(
-                whole, self.run(everything, plain_errors=True, tainted=tainted, taint=value), tainted, dims
-            )
+            dirty = self.run(everything, plain_errors=True, tainted=tainted, taint=value)
+            self._compare_taint(whole, dirty, tainted, dims)
+            clean = self._subset([i for i in everything if i not in tainted])
+            calls = zip(whole.attentions, dirty.attentions, held, strict=True)
+            if not all(untouched(a, b, each, clean) for a, b, each in calls):
+                raise Rejected(5, _TAINTED)
         self._compare_gradients(everything, some, dims)
-        return dims, len(whole.flags)
+        return dims, held, self._drops(whole, part, some)
+
+    def _subset(self, at: list[int]) -> Subset:
+        return Subset(next(iter(self.hidden)), tuple(at), self.tokens)
+
+    def _held(
+        self, whole: _Run, part: _Run, some: list[int], dims: tuple[int | None, ...]
+    ) -> tuple[tuple[Held, Held], ...]:
+        """Returns what each attention call's operands hold: the hidden state's tokens, another cut argument's, or whole ones."""
+        parts = [(part, self._subset(some))]
+        for number, context in enumerate(self.option.contexts):
+            count = self.context_tokens[number]
+            at = list(range(1, count - 2))
+            run = self.run(list(range(self.tokens)), plain_errors=True, contexts={number: at})
+            self._compare(whole, run, list(range(self.tokens)), dims, "some tokens of another sequence")
+            parts.append((run, Subset(next(iter(context)), tuple(at), count)))
+        if any(len(run.attentions) != len(whole.attentions) for run, _ in parts):
+            raise Rejected(6, "it calls attention another number of times for fewer tokens")
+        found = []
+        for number, call in enumerate(whole.attentions):
+            held = held_by(call, [(run.attentions[number], subset) for run, subset in parts])
+            if held is None:
+                raise Rejected(3, self._strange_operands([call]))
+            found.append(held)
+        if whole.attentions and not any(each.of is not None for held in found for each in held):
+            raise Rejected(3, self._strange_operands(whole.attentions))
+        return tuple(found)
+
+    def _misplaced(self, call: Attention) -> bool:
+        """Whether neither query nor key can hold the tokens, by their number."""
+        return all(x.shape[call.seq_dim] < self.tokens for x in (call.query, call.key))
+
+    def _strange_operands(self, calls: Sequence[Attention]) -> str:
+        lengths = sorted({x.shape[call.seq_dim] for call in calls for x in (call.query, call.key)})
+        return (
+            f"its attention saw {lengths} tokens where {self.tokens} were given: the dim of the tokens is another one, they are "
+            "regrouped (windows), or others stand among them. Declare the layout with UlyssesPlan(inputs=...)"
+        )
+
+    def _compare_operands(self, whole: _Run, part: _Run, held: tuple[tuple[Held, Held], ...], subset: Subset) -> None:
+        calls = zip(whole.attentions, part.attentions, held, strict=True)
+        if not all(apart(a, b, each, subset) for a, b, each in calls):
+            raise Rejected(5, "it mixes tokens outside attention: query, key or value of a token depend on others")
+
+    def _drops(self, whole: _Run, part: _Run, some: list[int]) -> tuple[Drop, ...]:
+        """Returns which dim of each dropout call's tensor is cut, and where others stand, None for what all ranks hold."""
+        if len(whole.dropouts) != len(part.dropouts):
+            raise Rejected(6, "it drops out another number of times for fewer tokens")
+        drops: list[Drop] = []
+        for a, b in zip(whole.dropouts, part.dropouts, strict=True):
+            if a.shape == b.shape:
+                drops.append(None)
+                continue
+            places = ((dim, place(a, b, dim, self._subset(some))) for dim in range(min(a.ndim, b.ndim)))
+            found = next(((dim, where) for dim, where in places if where not in (None, "whole")), None)
+            if found is None:
+                raise Rejected(5, "it drops out a tensor that is made from tokens but not per token")
+            drops.append(found)
+        return tuple(drops)
 
     def _check_tables(self, everything: list[int], dims: tuple[int | None, ...]) -> None:
         """A leaf longer than the sequence may be cut only if the module itself reads no more than its first entries."""
@@ -143,8 +211,15 @@ class Trial:
         gradients: bool = False,
         consecutive: bool = False,
         uncut: Sequence[int] = (),
+        contexts: Mapping[int, list[int]] = MappingProxyType({}),
     ) -> _Run:
         leaves = list(self.leaves)
+        for number, dims in enumerate((*self.option.contexts, self.option.gathered)):
+            count = self.context_tokens[number]
+            for leaf, dim in dims.items():
+                index = self._index(contexts.get(number, list(range(count))), leaves[leaf])
+                values = self._values(leaves[leaf], dim, count=count).index_select(dim, index)
+                leaves[leaf] = values.requires_grad_(gradients and values.is_floating_point())
         for leaf, dim in self.hidden.items():
             values = self._values(leaves[leaf], dim, tainted, taint).index_select(dim, self._index(at, leaves[leaf]))
             leaves[leaf] = values.requires_grad_(gradients and values.is_floating_point())
@@ -155,8 +230,9 @@ class Trial:
             spread = [min(size - 1, i) if consecutive else i * self.seq_len // self.tokens for i in at]
             leaves[leaf] = leaves[leaf].detach().index_select(dim, self._index(spread, leaves[leaf]))
         args, kwargs = tree_unflatten(leaves, self.spec)
+        made = {at for dims in (self.hidden, *self.option.contexts, self.option.gathered) for at in dims}
         given = [
-            (x, x.detach().clone() if at in self.hidden or at in self.sliced else _version(x))
+            (x, x.detach().clone() if at in made or at in self.sliced else _version(x))
             for at, x in enumerate(leaves)
             if isinstance(x, torch.Tensor)
         ]
@@ -187,7 +263,14 @@ class Trial:
             )
         outputs, spec = tree_flatten(result)
         return _Run(
-            outputs, spec, stub.flags, stub.lengths, written, attributes, {at: leaves[at] for at in self.hidden}
+            outputs,
+            spec,
+            stub.flags,
+            stub.attentions,
+            stub.dropouts,
+            written,
+            attributes,
+            {at: leaves[at] for at in self.hidden},
         )
 
     def spare_parameters(self) -> tuple[str, ...]:
@@ -254,9 +337,16 @@ class Trial:
             {name: gradient for name, gradient in zip(parameters, of_parameters, strict=True) if gradient is not None},
         )
 
-    def _values(self, like: torch.Tensor, dim: int, tainted: Sequence[int] = (), taint: float = 0.0) -> torch.Tensor:
+    def _values(
+        self,
+        like: torch.Tensor,
+        dim: int,
+        tainted: Sequence[int] = (),
+        taint: float = 0.0,
+        count: int | None = None,
+    ) -> torch.Tensor:
         shape = list(like.shape)
-        shape[dim] = self.tokens
+        shape[dim] = count or self.tokens
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(shape, generator=generator, dtype=torch.float64).to(like.dtype)
         if tainted:
@@ -332,9 +422,7 @@ class Trial:
             if isinstance(a, torch.Tensor):
                 clean, dirty = (a, b) if dim is None else (x.index_select(dim, self._index(others, x)) for x in (a, b))
                 if not close(clean, dirty):
-                    raise Rejected(
-                        5, "it mixes tokens outside attention: NaN or large values in some tokens reached others"
-                    )
+                    raise Rejected(5, _TAINTED)
 
 
 def _first_difference(a: list[Any], b: list[Any]) -> str:
