@@ -37,6 +37,8 @@ FLOORS = (
     "calls",
     "inside",
     "sdpa",
+    "strategy",
+    "rows",
     "attend",
     "randomness",
     "agreement",

@@ -368,28 +368,6 @@ def test_rejects_attention_by_other_means_beside_a_known_one() -> None:
     assert "it mixes tokens outside attention" in message
 
 
-def test_rejects_cross_attention() -> None:
-    class Cross(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.q, self.kv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-            q, kv = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in (self.q(self.norm(x)), self.kv(memory)))
-            return x + F.scaled_dot_product_attention(q, kv, kv).transpose(1, 2).flatten(2)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Cross()])
-
-        def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-            return self.blocks[0](x, memory)
-
-    message = refused_model(seeded(Model), {"x": numbers(2, 9, WIDTH), "memory": numbers(2, 6, WIDTH)})
-    assert "query and 6 key tokens: cross-attention, or a kv cache, is not supported yet" in message
-
-
 def test_a_refused_forward_runs_under_bypass() -> None:
     model, inputs = (
         seeded(lambda: nn.Sequential(nn.ModuleList([Block(), nn.Linear(1, 1)])[0], Mean())),

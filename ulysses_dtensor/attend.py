@@ -13,7 +13,7 @@ from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.exchange import exchange
 from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.layout import Box, chunk
-from ulysses_dtensor.route import Route, route
+from ulysses_dtensor.route import Route, route, uncached
 from ulysses_dtensor.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def attend(
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     seq_dim, head_dim = seq_dim % query.ndim, head_dim % query.ndim
     of_operand = (tokens[0], tokens[1], tokens[1])
-    _check((query, key, value), of_operand, seq_dim, head_dim, ranks, rank)
+    check(query, key, value, tokens, seq_dim=seq_dim, head_dim=head_dim, group=group)
     num_heads, num_kv_heads = query.shape[head_dim], key.shape[head_dim]
     if ranks == 1:
         return call(query, key, value, heads_of(num_heads, num_kv_heads, 1, 0))
@@ -70,7 +70,7 @@ def attend(
     cut = [at for at, each in enumerate(of_operand) if each.cut]
     operands = [query, key, value]
     wholes = tuple(_with(tuple(x.shape), seq_dim, each.cut) for x, each in zip(operands, of_operand, strict=True))
-    routes = _uncached(_routes_in)(wholes, seq_dim, head_dim, ranks, rank)
+    routes = uncached(_routes_in)(wholes, seq_dim, head_dim, ranks, rank)
     middles = [_middle(operands[at], of_operand[at], seq_dim) for at in cut]
     moved = dict(zip(cut, exchange(middles, [routes[at] for at in cut], group), strict=True)) if cut else {}
     for at, (x, each) in enumerate(zip(operands, of_operand, strict=True)):
@@ -108,7 +108,7 @@ def _bring_back(
                 whole = _with(_with(tuple(out.shape), head_dim, num_heads), seq_dim, size)
                 cut_at = seq_dim if (start, size) == (tokens.before, tokens.cut) else None
                 pieces.append(out.narrow(seq_dim, start, size) if size != out.shape[seq_dim] else out)
-                routes.append(_uncached(_route_out)(whole, cut_at, head_dim, ranks, rank))
+                routes.append(uncached(_route_out)(whole, cut_at, head_dim, ranks, rank))
     moved = list(exchange(pieces, routes, group))
     each = len(moved) // len(outs)
     return tuple(
@@ -138,11 +138,24 @@ def pair_kv(key: torch.Tensor, value: torch.Tensor, heads: Heads, head_dim: int)
     return key.index_select(head_dim, index), value.index_select(head_dim, index)
 
 
-def _check(
-    operands: tuple[torch.Tensor, ...], tokens: tuple[Tokens, ...], seq_dim: int, head_dim: int, ranks: int, rank: int
+def check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: tuple[Tokens, Tokens],
+    *,
+    seq_dim: int,
+    head_dim: int,
+    group: ProcessGroup,
 ) -> None:
-    query, key, value = operands
-    for name, x, each in zip(("query", "key", "value"), operands, tokens, strict=True):
+    """Refuses operands of an attention that do not fit each other, or their tokens.
+
+    Raises:
+        PlanError: the dims, tokens, dtypes or heads differ.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    operands, of_operand = (query, key, value), (tokens[0], tokens[1], tokens[1])
+    for name, x, each in zip(("query", "key", "value"), operands, of_operand, strict=True):
         if x.ndim != query.ndim:
             raise PlanError(f"attention: {name} has {x.ndim} dims, the query {query.ndim}. Give all the same dims.")
         if x.shape[seq_dim] != each.local(ranks, rank):
@@ -203,11 +216,6 @@ def _route_out(whole: Shape, seq_dim: int | None, head_dim: int, ranks: int, ran
         for peer in range(ranks)
     ]
     return route(have, want, rank)
-
-
-def _uncached(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what `lru_cache` wraps while torch.compile traces, which looks through the cache and warns of it."""
-    return function.__wrapped__ if torch.compiler.is_compiling() else function  # type: ignore[attr-defined] - lru_cache's
 
 
 def _cut(whole: Shape, dim: int, bounds: tuple[int, int]) -> Box:

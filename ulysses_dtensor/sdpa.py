@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
-from ulysses_dtensor.attend import attend, pair_kv
+from ulysses_dtensor.attend import attend, check, pair_kv
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads
 from ulysses_dtensor.randomness import own_random_state
+from ulysses_dtensor.rows import attend_rows
+from ulysses_dtensor.strategy import Strategy
 from ulysses_dtensor.tokens import Tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+ULYSSES = Strategy()
 
 
 def sharded_sdpa(
@@ -29,6 +35,7 @@ def sharded_sdpa(
     *,
     tokens: tuple[Tokens, Tokens],
     group: ProcessGroup,
+    strategy: Strategy = ULYSSES,
 ) -> torch.Tensor:
     """Returns this rank's tokens of `scaled_dot_product_attention` over the whole sequence.
 
@@ -43,6 +50,7 @@ def sharded_sdpa(
         enable_gqa: as in torch; without it key and value have as many heads as the query.
         tokens: of the query, and of key and value.
         group: the ranks among which the sequence is cut.
+        strategy: whether a self-attention is shared out by heads alone.
 
     Raises:
         PlanError: there is no head axis, or the mask is not of the whole sequence.
@@ -71,10 +79,49 @@ def sharded_sdpa(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=query.shape[-3] != key.shape[-3]
         )
 
+    def call_rows(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads, span: tuple[int, int]
+    ) -> torch.Tensor:
+        start, stop = span
+        mask = attn_mask
+        if mask is not None:
+            if mask.ndim >= 3 and mask.shape[-3] != 1:
+                mask = mask[..., heads.query[0] : heads.query[1], :, :]
+            if mask.ndim >= 2 and mask.shape[-2] != 1:
+                mask = mask[..., start:stop, :]
+        key, value = pair_kv(key, value, heads, head_dim=-3)
+        if is_causal:  # the keys behind the last query are not looked at; the others end where the queries do
+            key, value = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop)
+            mask = causal_lower_right(stop - start, stop) if start else None
+        gqa = query.shape[-3] != key.shape[-3]
+        causal = is_causal and not start
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=gqa)
+
+    def attention() -> torch.Tensor:
+        seq_dim, head_dim, seq_len = query.ndim - 2, query.ndim - 3, tokens[0].cut
+        apart = tokens[0] == tokens[1] == Tokens(seq_len) and not (is_causal and attn_mask is not None)
+        if strategy != ULYSSES and apart:
+            q, k, v = ((*x.shape[:-2], seq_len, x.shape[-1]) for x in (query, key, value))
+            split = strategy.choose(q, k, v, seq_dim, head_dim, dist.get_world_size(group), causal=is_causal)
+            if split.rows > 1:
+                check(query, key, value, tokens, seq_dim=seq_dim, head_dim=head_dim, group=group)
+                return attend_rows(
+                    query,
+                    key,
+                    value,
+                    call_rows,
+                    seq_dim=seq_dim,
+                    head_dim=head_dim,
+                    seq_len=seq_len,
+                    split=split,
+                    group=group,
+                )
+        return attend(query, key, value, call, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=group)
+
     if dropout_p:
         with own_random_state(query.device, group):
-            return attend(query, key, value, call, seq_dim=-2, head_dim=-3, tokens=tokens, group=group)
-    return attend(query, key, value, call, seq_dim=-2, head_dim=-3, tokens=tokens, group=group)
+            return attention()
+    return attention()
 
 
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:
