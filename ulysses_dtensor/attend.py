@@ -13,7 +13,7 @@ from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.exchange import exchange
 from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.layout import Box, chunk
-from ulysses_dtensor.route import Route, route, uncached
+from ulysses_dtensor.route import Route, route
 from ulysses_dtensor.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -216,6 +216,11 @@ def _route_out(whole: Shape, seq_dim: int | None, head_dim: int, ranks: int, ran
         for peer in range(ranks)
     ]
     return route(have, want, rank)
+
+
+def uncached(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what `lru_cache` wraps while torch.compile traces, which looks through the cache and warns of it."""
+    return function.__wrapped__ if torch.compiler.is_compiling() else function  # type: ignore[attr-defined] - lru_cache's
 
 
 def _cut(whole: Shape, dim: int, bounds: tuple[int, int]) -> Box:

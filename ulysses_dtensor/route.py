@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
-
-import torch
 
 from ulysses_dtensor.layout import Box
 
@@ -64,11 +61,6 @@ def route(have: Sequence[Box], want: Sequence[Box], rank: int) -> Route:
     )
     assert sum(found.out_splits) == prod(found.out_shape), "the boxes of `have` overlap or do not cover `want[rank]`"
     return found
-
-
-def uncached(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what `lru_cache` wraps while torch.compile traces, which looks through the cache and warns of it."""
-    return function.__wrapped__ if torch.compiler.is_compiling() else function  # type: ignore[attr-defined] - lru_cache's
 
 
 def shape(box: Box) -> tuple[int, ...]:

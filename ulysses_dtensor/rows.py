@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ulysses_dtensor.attend import uncached
 from ulysses_dtensor.exchange import exchange
 from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.layout import Box, chunk
-from ulysses_dtensor.route import Route, route, uncached
+from ulysses_dtensor.route import Route, route
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
