@@ -77,7 +77,7 @@ def loss_of_shards(result: Any) -> torch.Tensor:
         if isinstance(x, DTensor):
             names = [f"x{at}" for at in range(x.ndim)]
             dim = x.placements[0].dim  # type: ignore[attr-defined] - a Shard
-            names[dim] = f"(sp {names[dim]})"
+            names[dim] = f"({(x.device_mesh.mesh_dim_names or ('sp',))[0]} {names[dim]})"
             weights = local_by_torch_chunk(
                 weights, " ".join(names), x.device_mesh, x.device_mesh.get_coordinate() or ()
             )

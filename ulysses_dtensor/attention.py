@@ -94,13 +94,18 @@ class UlyssesAttention(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = sequence_mesh(device_mesh, "UlyssesAttention")
-        declare(module, self, mesh, alone=True)
+        declare(module, self, mesh, axes=(self.mesh_axis,), alone=True)
         return module
 
 
-def declare(module: nn.Module, style: UlyssesAttention, mesh: DeviceMesh, *, alone: bool) -> None:
-    """Makes `module` the attention that `style` says; `alone`: outside a plan, where plain tensors are shards."""
-    if mesh.mesh_dim_names != (style.mesh_axis,):
+def declare(
+    module: nn.Module, style: UlyssesAttention, mesh: DeviceMesh, *, axes: tuple[str, ...], alone: bool
+) -> None:
+    """Makes `module` the attention that `style` says; `alone`: outside a plan, where plain tensors are shards.
+
+    On a mesh of two `axes` its heads are cut over the ranks of both.
+    """
+    if style.mesh_axis not in axes or (alone and mesh.mesh_dim_names != axes):
         raise PlanError(
             f"UlyssesAttention: {style.text!r} moves {style.mesh_axis!r}, the mesh is {mesh.mesh_dim_names}."
         )

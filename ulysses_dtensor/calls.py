@@ -46,7 +46,8 @@ class Call:
         leaves: list[Any],
         spec: TreeSpec,
         inputs: Mapping[str, Layout],
-        mesh: DeviceMesh | Mapping[str, int],
+        mesh: DeviceMesh | None,
+        axes: Mapping[str, int],
     ) -> None:
         self.leaves = leaves
         self.held = {at: dim_of(x) for at, x in enumerate(leaves) if is_shard_of(x, mesh)}
@@ -54,7 +55,7 @@ class Call:
         if inputs:
             for at, argument in _arguments(module, len(leaves), spec).items():
                 if argument in inputs and isinstance(leaves[at], torch.Tensor) and at not in self.held:
-                    self.declared[at] = _token_dim(inputs, argument, leaves[at], mesh)
+                    self.declared[at] = _token_dim(inputs, argument, leaves[at], axes)
 
     def seq_len(self, hidden: Mapping[int, int]) -> int:
         """Returns the number of tokens that these dims imply."""
@@ -62,7 +63,7 @@ class Call:
 
 
 def declared_length(
-    model: nn.Module, args: Any, kwargs: Any, inputs: Mapping[str, Layout], mesh: DeviceMesh | Mapping[str, int]
+    model: nn.Module, args: Any, kwargs: Any, inputs: Mapping[str, Layout], axes: Mapping[str, int]
 ) -> int | None:
     """Returns the number of tokens that the declared layouts of a model's own inputs imply, None without any.
 
@@ -73,7 +74,7 @@ def declared_length(
     lengths: dict[str, int] = {}
     for at, argument in _arguments(model, len(leaves), spec).items() if inputs else ():
         if argument in inputs and isinstance(leaves[at], torch.Tensor):
-            dim = _token_dim(inputs, argument, leaves[at], mesh)
+            dim = _token_dim(inputs, argument, leaves[at], axes)
             if dim is not None:
                 lengths[argument] = leaves[at].shape[dim]
     if len(set(lengths.values())) > 1:
@@ -81,14 +82,19 @@ def declared_length(
     return next(iter(lengths.values()), None)
 
 
-def _token_dim(inputs: Mapping[str, Layout], argument: str, x: torch.Tensor, mesh: Any) -> int | None:
+def _token_dim(inputs: Mapping[str, Layout], argument: str, x: torch.Tensor, axes: Mapping[str, int]) -> int | None:
     try:
-        (dim,) = inputs[argument].dims_of_mesh_axes(mesh, x.ndim).values()
+        dims = inputs[argument].dims_of_mesh_axes(axes, x.ndim)
     except LayoutError as error:
         raise PlanError(
             f"UlyssesPlan: inputs[{argument!r}] does not fit its tensor of {tuple(x.shape)}: {error}"
         ) from error
-    return dim
+    if len(set(dims.values())) > 1:
+        raise PlanError(
+            f"UlyssesPlan: inputs[{argument!r}]={str(inputs[argument])!r} cuts {' and '.join(dims)} at different dims. "
+            f"The tokens are cut over all of them: write ({' '.join(dims)} s)."
+        )
+    return next(iter(dims.values()))
 
 
 def hidden_options(call: Call) -> list[Option]:

@@ -93,7 +93,7 @@ def _probe_first_call(
     if name in decisions:
         return
     leaves, spec = tree_flatten((args, kwargs))
-    call = Call(module, leaves, spec, plan.input_layouts, mesh)
+    call = Call(module, leaves, spec, plan.input_layouts, None, mesh)
     attentions = [found.attentions[inner] for inner in found.blocks[name]]
     try:
         decisions[name] = probe(

@@ -61,7 +61,7 @@ def _ancestor_forward(
     left: list[torch.Tensor] = []
     try:
         _check_inputs(region, args, kwargs)
-        region.declared_len = declared_length(module, args, kwargs, region.inputs, region.mesh)
+        region.declared_len = declared_length(module, args, kwargs, region.inputs, region.axes)
         left = gradients.check_reducers(module, region.mesh, args, kwargs)
     except PlanError as error:
         problem = error
@@ -237,7 +237,7 @@ def _decide(
             f"UlyssesPlan: {name} is recomputed as its forward did not run. After a forward under bypass, run the backward under "
             "bypass too."
         )
-    described = Call(module, leaves, spec, region.inputs, region.mesh)
+    described = Call(module, leaves, spec, region.inputs, region.mesh, region.axes)
     stand_ins = [
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_shard_of(x, region.mesh) else x for x in leaves
     ]
@@ -263,7 +263,7 @@ def _decide(
 
 
 def _possible_lengths(module: nn.Module, region: Region, leaves: list[Any], spec: TreeSpec) -> list[int]:
-    described = Call(module, leaves, spec, region.inputs, region.mesh)
+    described = Call(module, leaves, spec, region.inputs, region.mesh, region.axes)
     return [described.seq_len(option.hidden) for option in hidden_options(described)]
 
 
@@ -297,7 +297,12 @@ def _run_local(
     if not torch.compiler.is_compiling():
         region.history = agreement.roll(region.history, f"{name} {seq_len}")
     inside = Inside(
-        region.mesh.get_group(), found.attentions, found.dropouts, lengths, seeded_alike=region.seeded_alike
+        region.mesh.get_group(),
+        found.attentions,
+        found.dropouts,
+        lengths,
+        strategy=region.strategy,
+        seeded_alike=region.seeded_alike,
     )
     with inside, region.running():
         result = call(*args, **kwargs)

@@ -16,6 +16,7 @@ from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.randomness import own_random_state, refuse_draw
 from ulysses_dtensor.sdpa import sharded_sdpa
+from ulysses_dtensor.strategy import ULYSSES, Strategy
 from ulysses_dtensor.tokens import Held, Tokens
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Inside(TorchFunctionMode):
         attentions: of each attention call of the module, in order, which tokens its operands hold.
         dropouts: of each dropout call, in order, the dim at which its tensor is cut and where other tokens stand.
         lengths: whole lengths of the cut arguments, by leaf number.
+        strategy: how self-attentions are shared out.
         seeded_alike: whether the ranks' generators stood at the same state.
     """
 
@@ -48,10 +50,11 @@ class Inside(TorchFunctionMode):
         dropouts: Sequence[tuple[int, str] | None],
         lengths: dict[int, int],
         *,
+        strategy: Strategy = ULYSSES,
         seeded_alike: bool = True,
     ) -> None:
         super().__init__()
-        self.group, self.seeded_alike = group, seeded_alike
+        self.group, self.strategy, self.seeded_alike = group, strategy, seeded_alike
         self.attentions, self.dropouts, self.lengths = attentions, dropouts, lengths
         self.calls, self.drops = 0, 0
 
@@ -62,7 +65,7 @@ class Inside(TorchFunctionMode):
             tokens = self.next_tokens(query, key, -2)
             if tokens is None:
                 return func(*args, **kwargs)
-            return sharded_sdpa(*args, **kwargs, tokens=tokens, group=self.group)
+            return sharded_sdpa(*args, **kwargs, tokens=tokens, group=self.group, strategy=self.strategy)
         if func is declared_attention:
             return self.declared(*args, **kwargs)
         if func is F.multi_head_attention_forward:

@@ -18,12 +18,14 @@ from ulysses_dtensor.attention import UlyssesAttention, declare, is_declared
 from ulysses_dtensor.errors import LayoutError, PlanError
 from ulysses_dtensor.forwards import convert_ancestor, convert_attention, convert_beside, convert_block
 from ulysses_dtensor.layout import Layout, LayoutLike, as_layout
-from ulysses_dtensor.meshes import sequence_mesh
+from ulysses_dtensor.meshes import checked_mesh, plan_mesh
 from ulysses_dtensor.models import plain
 from ulysses_dtensor.region import Region, region_of
+from ulysses_dtensor.strategy import Strategy
 
 Outputs = Literal["replicate", "shard"]
 Check = Literal["always", "first"]
+Choice = Literal["ulysses", "auto"]
 
 
 @dataclass(eq=False)  # not frozen: torch sets src_data_rank on every style
@@ -41,6 +43,8 @@ class UlyssesPlan(ParallelStyle):
         inputs: layouts of the blocks' arguments that the probe cannot decide, by name: `{"temb": "b c"}` for one that is
             used whole, `{"freqs": "(sp s) d"}` for one that is cut at its tokens.
         outputs: `"replicate"` returns whole plain tensors, `"shard"` DTensors cut at their tokens.
+        strategy: `"ulysses"` moves heads; `"auto"` picks, for each self-attention, between this and gathering keys and values
+            for queries that stay, by the bytes sent.
         check: whether the ranks compare inputs and plan before every forward (`"always"`), or before the first alone.
 
     Raises:
@@ -56,6 +60,7 @@ class UlyssesPlan(ParallelStyle):
     inputs: Mapping[str, LayoutLike] | None = None
     outputs: Outputs = "replicate"
     check: Check = "always"
+    strategy: Choice = "ulysses"
     input_layouts: dict[str, Layout] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,6 +68,8 @@ class UlyssesPlan(ParallelStyle):
             raise PlanError(f"UlyssesPlan: outputs={self.outputs!r} is neither 'replicate' nor 'shard'.")
         if self.check not in ("always", "first"):
             raise PlanError(f"UlyssesPlan: check={self.check!r} is neither 'always' nor 'first'.")
+        if self.strategy not in ("ulysses", "auto"):
+            raise PlanError(f"UlyssesPlan: strategy={self.strategy!r} is neither 'ulysses' nor 'auto'.")
         for pattern, style in (self.attention or {}).items():
             if style != "sdpa" and not isinstance(style, UlyssesAttention):
                 raise PlanError(
@@ -71,8 +78,8 @@ class UlyssesPlan(ParallelStyle):
         self.input_layouts.update({name: as_layout(layout) for name, layout in (self.inputs or {}).items()})
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        mesh = sequence_mesh(device_mesh, "UlyssesPlan")
-        found, problems = self.find(module, mesh)
+        mesh, axes = plan_mesh(device_mesh, "UlyssesPlan")
+        found, problems = self.find(module, axes)
         if problems:
             raise PlanError(f"UlyssesPlan on {type(module).__name__}:\n  " + "\n  ".join(problems))
         region = Region(
@@ -80,12 +87,14 @@ class UlyssesPlan(ParallelStyle):
             outputs=self.outputs,
             check=self.check,
             inputs=self.input_layouts,
+            axes=axes,
+            strategy=self.strategy_on(axes),
             signature=f"{self!r} on {type(module).__name__}, blocks {', '.join(found.blocks)}",
             who=f"UlyssesPlan on {type(module).__name__}",
         )
         for name, style in self._styles(module).items():
             if isinstance(style, UlyssesAttention):
-                declare(module.get_submodule(name), style, mesh, alone=False)
+                declare(module.get_submodule(name), style, mesh, axes=tuple(axes), alone=False)
         converted: set[int] = set()
         for name, held in found.blocks.items():
             block = module.get_submodule(name)
@@ -103,6 +112,10 @@ class UlyssesPlan(ParallelStyle):
                     converted.add(id(other))
                     convert(other, region, name or "the model")
         return module
+
+    def strategy_on(self, axes: Mapping[str, int]) -> Strategy:
+        """Returns how attentions are shared out on mesh dimensions of these sizes: of two, the first has rows of queries."""
+        return Strategy(next(iter(axes.values())) if len(axes) > 1 else 1, self.strategy == "auto")
 
     def find(self, model: nn.Module, mesh: Any, *, converted: bool = False) -> tuple[plain.Found, list[str]]:
         """Returns what this plan converts in `model`, and everything that is wrong with it, a line each.
@@ -169,7 +182,9 @@ def parallelize_module(
 
     Args:
         module: the model, before or after FSDP2 wraps it, before DDP does.
-        mesh: one-dimensional with a name, for example `mesh["sp"]` of `init_device_mesh("cuda", (dp, sp), ...)`.
+        mesh: one-dimensional with a name, for example `mesh["sp"]` of `init_device_mesh("cuda", (dp, sp), ...)`. A
+            `UlyssesPlan` also takes two dimensions, `mesh["cp", "sp"]`: the ranks along `sp` share the heads, those along `cp`
+            the queries, for more ranks than heads.
         plan: a `UlyssesPlan` (the default), or any torch `ParallelStyle`, or a dictionary of them by module name.
 
     Raises:
@@ -184,7 +199,7 @@ def parallelize_module(
         fully_shard(model)
     """
     plan = UlyssesPlan() if plan is None else plan
-    sequence_mesh(mesh, "parallelize_module")
+    checked_mesh(mesh, "parallelize_module")
     if isinstance(plan, dict):
         for pattern in plan:
             if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in module.named_modules()):

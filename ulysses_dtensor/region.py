@@ -13,6 +13,7 @@ from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.gradients import ReduceAtEnd
 from ulysses_dtensor.layout import Layout
 from ulysses_dtensor.probe import Decision
+from ulysses_dtensor.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,9 +23,19 @@ class Region:
     """What the converted modules of one model share: the mesh, the plan's choices, what the probe decided."""
 
     def __init__(
-        self, mesh: DeviceMesh, *, outputs: str, check: str, inputs: Mapping[str, Layout], signature: str, who: str
+        self,
+        mesh: DeviceMesh,
+        *,
+        outputs: str,
+        check: str,
+        inputs: Mapping[str, Layout],
+        axes: Mapping[str, int],
+        strategy: Strategy,
+        signature: str,
+        who: str,
     ) -> None:
         self.mesh, self.outputs, self.check, self.inputs = mesh, outputs, check, dict(inputs)
+        self.axes, self.strategy = dict(axes), strategy
         self.signature, self.who = signature, who
         self.active = 0
         self.bypassed = 0
@@ -45,6 +56,8 @@ class Region:
             outputs=self.outputs,
             check=self.check,
             inputs=self.inputs,
+            axes=self.axes,
+            strategy=self.strategy,
             signature=self.signature,
             who=self.who,
         )

@@ -14,13 +14,11 @@ from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads
 from ulysses_dtensor.randomness import own_random_state
 from ulysses_dtensor.rows import attend_rows
-from ulysses_dtensor.strategy import Strategy
+from ulysses_dtensor.strategy import ULYSSES, Strategy
 from ulysses_dtensor.tokens import Tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-ULYSSES = Strategy()
 
 
 def sharded_sdpa(

@@ -31,3 +31,6 @@ class Strategy:
         if len(splits) == 1:
             return splits[0]
         return min(splits, key=lambda split: elements_sent(query, key, value, seq_dim, head_dim, split))
+
+
+ULYSSES = Strategy()
