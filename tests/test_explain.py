@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model_zoo import Block, RotaryDecoder, float64, ids_of
+from model_zoo import Block, RotaryDecoder, SelfAttention, float64, ids_of
 from torch import nn
 from typer.testing import CliRunner
 
@@ -17,6 +17,12 @@ from ulysses_dtensor import PlanError, UlyssesPlan, explain, parallelize_module
 from ulysses_dtensor.certificate import certify
 from ulysses_dtensor.cli import app
 from ulysses_dtensor.testing import run_on_mesh
+
+
+class OneKeyHead(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = SelfAttention(kv_heads=1)
 
 
 def decoder() -> RotaryDecoder:
@@ -64,9 +70,35 @@ def test_shows_the_certificate_of_a_converted_model() -> None:
     assert "the ranks agreed in" in text
 
 
-def test_rejects_a_mesh_of_two_dimensions() -> None:
-    with pytest.raises(PlanError, match=r"explain: mesh=.* has 2 dimensions"):
-        explain(decoder(), {"dp": 2, "sp": 2})
+def test_shows_queries_and_heads_on_two_dimensions() -> None:
+    text = str(explain(decoder(), {"cp": 2, "sp": 2}, None, (ids_of(1, 16),)))
+    assert "RotaryDecoder on cp=2, sp=2" in text
+    assert "b h (cp sp s) d" in text
+    assert "b (sp h) (cp s) d" in text
+    assert "2 (1)" in text
+
+
+def test_says_which_mesh_leaves_no_rank_idle() -> None:
+    text = str(explain(decoder(), {"sp": 8}, None, (ids_of(1, 64),)))
+    assert "4 ranks idle, none on a mesh of (cp=2, sp=4)" in text
+    assert "idle" not in str(explain(decoder(), {"cp": 2, "sp": 4}, None, (ids_of(1, 64),)))
+
+
+def test_shows_both_figures_where_there_is_a_choice() -> None:
+    """4 query and 1 kv heads of size 4 on 2 ranks, 16 tokens: 2 heads of q, 1 of k and v, 2 of the output; or k and v alone."""
+    model = RotaryDecoder(block=OneKeyHead)
+    moved, gathered = 8 * (2 + 1 + 1 + 2) * 4 * 4, 8 * 2 * 4 * 4
+    both = f"moving heads {moved:,} bytes, gathering keys and values {gathered:,} bytes"
+    auto = str(explain(model, {"sp": 2}, UlyssesPlan(strategy="auto"), (ids_of(1, 16),)))
+    assert both in auto
+    assert "b h (sp s) d │ b h (sp s) d " in " ".join(auto.split())
+    assert f"{both} (strategy='auto')" in str(explain(model, {"sp": 2}, None, (ids_of(1, 16),)))
+    assert "gathering" not in str(explain(RotaryDecoder(), {"sp": 4}, None, (ids_of(1, 16),)))
+
+
+def test_rejects_a_mesh_of_three_dimensions() -> None:
+    with pytest.raises(PlanError, match=r"explain: mesh=.* has 3 dimensions"):
+        explain(decoder(), {"dp": 2, "cp": 2, "sp": 2})
 
 
 def test_rejects_a_model_without_attention() -> None:

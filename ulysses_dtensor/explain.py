@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ from ulysses_dtensor.layout import mesh_sizes
 from ulysses_dtensor.models.plain import Found
 from ulysses_dtensor.probe import Decision
 from ulysses_dtensor.region import Region, region_of
+from ulysses_dtensor.rows import Split, inward, outward
+from ulysses_dtensor.strategy import Strategy
 from ulysses_dtensor.tables import table
 from ulysses_dtensor.trees import tree_map
 
@@ -52,6 +55,13 @@ class AttentionCall:
     seq_dim: int
     head_dim: int
     itemsize: int
+    causal: bool = False
+    declared: bool = False
+
+    @property
+    def to_itself(self) -> bool:
+        """Whether keys are as many as queries: a self-attention, or one to a sequence of the same length."""
+        return self.query[self.seq_dim] == self.key[self.seq_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +69,21 @@ class Explanation:
     """What a plan converts; `str` is a table."""
 
     model: str
-    mesh_axis: str
-    ranks: int
+    axes: dict[str, int]
+    strategy: Strategy
     found: Found
     calls: tuple[AttentionCall, ...]
     decisions: dict[str, Decision | None]
     ran: bool
     agreement_seconds: float | None
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks share a sequence."""
+        return prod(self.axes.values())
+
     def __str__(self) -> str:
-        cut = f"tokens cut by {self.mesh_axis}"
+        cut = f"tokens cut by {', '.join(self.axes)}"
         rows: list[tuple[str, ...]] = []
         for block, attentions in self.found.blocks.items():
             rows.append((block, "block", cut, cut, "", "", "", self._certificate(block)))
@@ -89,7 +104,7 @@ class Explanation:
                     "its own code runs as it is",
                 )
             )
-        title = f"{self.model} on {self.mesh_axis}={self.ranks}"
+        title = f"{self.model} on {', '.join(f'{name}={size}' for name, size in self.axes.items())}"
         if self.agreement_seconds is not None:
             title += f"; the ranks agreed in {self.agreement_seconds * 1000:.1f} ms before the last forward"
         return table(_COLUMNS, rows, title=title)
@@ -98,25 +113,51 @@ class Explanation:
         if call is None:
             note = "not called in the dry run" if self.ran else "pass example_inputs to see sizes"
             return ("sequence cut", "heads cut", "", "", "", note)
-        ndim = len(call.query)
-        seq_dim, head_dim = call.seq_dim % ndim, call.head_dim % ndim
-        names = {seq_dim: "s", head_dim: "h", ndim - 1: "d"}
-        axes = [names.get(dim, "b" if dim == 0 else f"b{dim}") for dim in range(ndim)]
-        held = [
-            " ".join(f"({self.mesh_axis} {a})" if at == dim else a for at, a in enumerate(axes))
-            for dim in (seq_dim, head_dim)
-        ]
-        heads = [heads_of(call.query[head_dim], call.key[head_dim], self.ranks, rank) for rank in range(self.ranks)]
+        split = self._split(call)
+        num_heads, num_kv_heads = call.query[call.head_dim], call.key[call.head_dim]
+        heads = [heads_of(num_heads, num_kv_heads, split.columns, column) for column in range(split.columns)]
         counts = sorted({(each.num_query, each.num_kv) for each in heads}, reverse=True)
         shown = ", ".join(f"{query} ({kv})" for query, kv in counts)
-        sent = []
-        for rank in range(self.ranks):
-            into, out = routes_of(call.query, call.key, call.value, seq_dim, head_dim, self.ranks, rank)
-            sent.append((sum(route.elements_sent for route in into) * call.itemsize, out.elements_sent * call.itemsize))
-        figures = [f"{max(column):,}" for column in zip(*sent, strict=True)]
-        idle = sum(each.num_query == 0 for each in heads)
-        note = f"{call.query[head_dim]} query, {call.key[head_dim]} kv heads" + (f"; {idle} ranks idle" if idle else "")
-        return (held[0], held[1], shown, *figures, note)
+        figures = [f"{sent * call.itemsize:,}" for sent in _sent(call, split)]
+        notes = [f"{num_heads} query, {num_kv_heads} kv heads"]
+        idle = sum(each.num_query == 0 for each in heads) * split.rows
+        if idle:
+            columns = _most_columns(num_heads, self.ranks)
+            notes.append(f"{idle} ranks idle, none on a mesh of (cp={self.ranks // columns}, sp={columns})")
+        if not call.to_itself:
+            notes.append("keys of another sequence: nothing is sent of one that every rank holds")
+        return (*self._layouts(call, split), shown, *figures, "; ".join(notes + self._choices(call)))
+
+    def _split(self, call: AttentionCall) -> Split:
+        if call.declared or not call.to_itself:
+            return Split(1, self.ranks)
+        shapes = (call.query, call.key, call.value)
+        return self.strategy.choose(*shapes, call.seq_dim, call.head_dim, self.ranks, causal=call.causal)
+
+    def _choices(self, call: AttentionCall) -> list[str]:
+        """Returns what each way of sharing out would send, where there is a choice or a cheaper one."""
+        if call.declared or not call.to_itself or self.ranks == 1:
+            return []
+        splits = Strategy(self.strategy.rows, auto=True).splits(self.ranks, causal=call.causal)
+        sent = {split.rows: sum(_sent(call, split)) * call.itemsize for split in splits}
+        if not self.strategy.auto and sent[self.strategy.rows] <= min(sent.values()):
+            return []
+        ways = {1: "moving heads", self.ranks: "gathering keys and values"}
+        said = ", ".join(f"{ways.get(rows, f'{rows} rows')} {size:,} bytes" for rows, size in sent.items())
+        return [said if self.strategy.auto else f"{said} (strategy='auto')"]
+
+    def _layouts(self, call: AttentionCall, split: Split) -> tuple[str, str]:
+        names = {call.seq_dim: "s", call.head_dim: "h", len(call.query) - 1: "d"}
+        axes = [names.get(dim, "b" if dim == 0 else f"b{dim}") for dim in range(len(call.query))]
+        everything = " ".join(self.axes)
+        if split.rows == 1:
+            of_tokens, of_heads = "", everything
+        elif split.columns == 1:
+            of_tokens, of_heads = everything, ""
+        else:
+            of_tokens, of_heads = tuple(self.axes)
+        held = _layout(axes, {call.seq_dim: everything})
+        return held, _layout(axes, {call.seq_dim: of_tokens, call.head_dim: of_heads})
 
     def _beside(self, name: str) -> str:
         return self._certificate(name) if name in self.decisions else "left alone unless a block's output reaches it"
@@ -132,6 +173,34 @@ class Explanation:
         return f"tokens stay apart: proven in {found.seconds * 1000:.0f} ms{sliced}{spare}"
 
 
+def _layout(axes: list[str], cut: dict[int, str]) -> str:
+    return " ".join(f"({cut[dim]} {axis})" if cut.get(dim) else axis for dim, axis in enumerate(axes))
+
+
+def _sent(call: AttentionCall, split: Split) -> tuple[int, int]:
+    """Returns the elements that the busiest ranks send on the way in and out."""
+    shapes, dims = (call.query, call.key, call.value), (call.seq_dim, call.head_dim)
+    ways = []
+    for rank in range(split.rows * split.columns):
+        if split.rows > 1:
+            into, out = (
+                inward(*shapes, *dims, split, rank),
+                outward((*call.query[:-1], call.value[-1]), *dims, split, rank),
+            )
+        else:
+            into, of_output = routes_of(*shapes, *dims, split.columns, rank)
+            out = (of_output,)
+        ways.append((sum(route.elements_sent for route in into), sum(route.elements_sent for route in out)))
+    sent_in, sent_out = (max(column) for column in zip(*ways, strict=True))
+    return sent_in, sent_out
+
+
+def _most_columns(num_heads: int, ranks: int) -> int:
+    """Returns the largest divisor of `ranks` that leaves no rank without heads."""
+    fits = (columns for columns in range(1, ranks + 1) if ranks % columns == 0)
+    return max(columns for columns in fits if -(-num_heads // columns) * (columns - 1) < num_heads)
+
+
 def explain(
     model: nn.Module,
     mesh: DeviceMesh | Mapping[str, int],
@@ -142,7 +211,7 @@ def explain(
 
     Args:
         model: on any device, the meta device too; or a converted model, whose certificate is then shown.
-        mesh: the mesh, or its shape, `{"sp": 4}`: no process group is needed.
+        mesh: the mesh, or its shape, `{"sp": 4}` or `{"cp": 2, "sp": 4}`: no process group is needed.
         plan: default `UlyssesPlan()`.
         example_inputs: a tuple of positional or a mapping of keyword arguments, for sizes: the model is run on fake tensors.
 
@@ -155,17 +224,19 @@ def explain(
 
     plan = plan or UlyssesPlan()
     sizes = mesh_sizes(mesh)
-    if len(sizes) != 1:
-        raise PlanError(f"explain: mesh={dict(sizes)} has {len(sizes)} dimensions. Pass the sequence dimension alone.")
+    if len(sizes) > 2:
+        raise PlanError(
+            f"explain: mesh={dict(sizes)} has {len(sizes)} dimensions. Pass the sequence dimension alone, or two."
+        )
     region = next((found for module in model.modules() if (found := region_of(module)) is not None), None)
-    found, problems = plan.find(model, sizes, converted=region is not None)
+    found, problems = plan.find(model, dict(sizes), converted=region is not None)
     if problems:
         raise PlanError(f"explain: UlyssesPlan on {type(model).__name__}:\n  " + "\n  ".join(problems))
     calls = () if example_inputs is None else tuple(_dry_run(model, found, region, example_inputs))
     explanation = Explanation(
         type(model).__name__,
-        sizes[0][0],
-        sizes[0][1],
+        dict(sizes),
+        plan.strategy_on(dict(sizes)) if region is None else region.strategy,
         found,
         calls,
         _decisions(region),
@@ -191,17 +262,18 @@ class _Record(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             names = ("query", "key", "value")
             tensors = [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
-            self._add(tensors, -2, -3)
+            causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
+            self._add(tensors, -2, -3, causal=bool(causal))
         elif func is declared_attention:
-            self._add(args[:3], kwargs["seq_dim"], kwargs["head_dim"])
+            self._add(args[:3], kwargs["seq_dim"], kwargs["head_dim"], declared=True)
         return func(*args, **kwargs)
 
-    def _add(self, tensors: Any, seq_dim: int, head_dim: int) -> None:
+    def _add(self, tensors: Any, seq_dim: int, head_dim: int, *, causal: bool = False, declared: bool = False) -> None:
         shapes = [tuple(int(n) for n in x.shape) for x in tensors]
         name = self.stack[-1] if self.stack else "?"
-        self.calls.append(
-            AttentionCall(name, shapes[0], shapes[1], shapes[2], seq_dim, head_dim, tensors[0].element_size())
-        )
+        ndim, size = len(shapes[0]), tensors[0].element_size()
+        dims = (seq_dim % ndim, head_dim % ndim)
+        self.calls.append(AttentionCall(name, shapes[0], shapes[1], shapes[2], *dims, size, causal, declared))
 
 
 def _dry_run(model: nn.Module, found: Found, region: Region | None, inputs: Any) -> list[AttentionCall]:

@@ -130,7 +130,7 @@ class Trial:
             if not all(untouched(a, b, each, clean) for a, b, each in calls):
                 raise Rejected(5, _TAINTED)
         self._compare_gradients(everything, some, dims)
-        return dims, held, self._drops(whole, part, some)
+        return dims, held, self._drops(whole, part, some, held)
 
     def _subset(self, at: list[int]) -> Subset:
         return Subset(next(iter(self.hidden)), tuple(at), self.tokens)
@@ -174,10 +174,18 @@ class Trial:
         if not all(apart(a, b, each, subset) for a, b, each in calls):
             raise Rejected(5, "it mixes tokens outside attention: query, key or value of a token depend on others")
 
-    def _drops(self, whole: _Run, part: _Run, some: list[int]) -> tuple[Drop, ...]:
-        """Returns which dim of each dropout call's tensor is cut, and where others stand, None for what all ranks hold."""
+    def _drops(self, whole: _Run, part: _Run, some: list[int], held: Sequence[tuple[Held, Held]]) -> tuple[Drop, ...]:
+        """Returns which dim of each dropout call's tensor is cut, and where others stand; None for what all ranks hold.
+
+        A call that cannot be followed (the tokens of one expert) drops this rank's tokens, if the block has no others.
+        """
+        others = any(each.of is None or each.others != "none" for pair in held for each in pair)
         if len(whole.dropouts) != len(part.dropouts):
-            raise Rejected(6, "it drops out another number of times for fewer tokens")
+            if others:
+                raise Rejected(
+                    6, "it drops out another number of times for fewer tokens, beside tokens that every rank holds"
+                )
+            return ()
         drops: list[Drop] = []
         for a, b in zip(whole.dropouts, part.dropouts, strict=True):
             if a.shape == b.shape:
@@ -185,9 +193,11 @@ class Trial:
                 continue
             places = ((dim, place(a, b, dim, self._subset(some))) for dim in range(min(a.ndim, b.ndim)))
             found = next(((dim, where) for dim, where in places if where not in (None, "whole")), None)
-            if found is None:
-                raise Rejected(5, "it drops out a tensor that is made from tokens but not per token")
-            drops.append(found)
+            if found is None and others:
+                raise Rejected(
+                    5, "it drops out a tensor in which tokens and others, that every rank holds, are not told apart"
+                )
+            drops.append(found or (0, "none"))
         return tuple(drops)
 
     def _check_tables(self, everything: list[int], dims: tuple[int | None, ...]) -> None:
