@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from gloo import GlooPool
 from hypothesis import given
 from hypothesis import strategies as st
-from model_zoo import HEAD_SIZE, HEADS, VOCABULARY, WIDTH, FeedForward, Norm, ids_of, numbers, seeded
-from one_device import assert_equals_one_device, refused
+from model_zoo import HEAD_SIZE, HEADS, VOCABULARY, WIDTH, FeedForward, Norm, ids_of, loss_of, numbers, seeded
+from one_device import Run, assert_equals_one_device, assert_runs_equal, on_one_device, refused
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ulysses_dtensor import UlyssesPlan, parallelize_module
 
@@ -289,3 +295,42 @@ def test_rejects_tokens_joined_among_its_own() -> None:
         parallelize_module(model, mesh, UlyssesPlan())(ids_of(2, 9))
 
     assert "others stand among them" in refused(1, run)
+
+
+def on_real_ranks(build: str, wrap: str) -> None:
+    """Runs a model of this file on gloo ranks; gradients under whatever reduces them, blocks checkpointed or not."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))
+    model, inputs = {
+        "memory in shards": lambda: (seeded(Translator), {"source": ids_of(2, 13), "target": ids_of(2, 9)}),
+        "whole memory": lambda: (
+            seeded(lambda: Translator(encoder=False)),
+            {"source": ids_of(2, 13), "target": ids_of(2, 9)},
+        ),
+        "joint": lambda: (
+            seeded(lambda: Painter("text first", blocks=3)),
+            {"pixels": numbers(2, 13, 3), "prompt": ids_of(2, 4)},
+        ),
+        "latents": lambda: (seeded(lambda: Stack(Latents)), {"ids": ids_of(2, 11)}),
+    }[build]()
+    reference = on_one_device(model, inputs)
+    ours = parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan())
+    for stack in (m for m in ours.modules() if isinstance(m, nn.ModuleList)):
+        for name, block in stack.named_children():
+            if wrap == "fsdp and checkpoints" and type(block) in (Joint, Latents, DecoderBlock):
+                setattr(stack, name, checkpoint_wrapper(block))
+                fully_shard(block)
+    if wrap != "nothing":
+        fully_shard(ours)
+    loss = loss_of(ours(**inputs))
+    loss.backward()
+    gradients = {
+        name.replace("_checkpoint_wrapped_module.", ""): g.full_tensor() if isinstance(g, DTensor) else g
+        for name, g in ((name, p.grad) for name, p in ours.named_parameters())
+    }
+    assert_runs_equal(Run(loss.detach(), reference.outputs, gradients, {}), reference)
+
+
+@pytest.mark.parametrize("build", ["memory in shards", "whole memory", "joint", "latents"])
+@pytest.mark.parametrize("wrap", ["nothing", "fsdp", "fsdp and checkpoints"])
+def test_real_ranks(gloo: GlooPool, build: str, wrap: str) -> None:
+    gloo.run(3, on_real_ranks, build, wrap)
