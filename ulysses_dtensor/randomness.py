@@ -46,8 +46,41 @@ def own_random_state(device: torch.device, group: ProcessGroup) -> Iterator[None
     restores it), the rank is mixed in, and the default generator goes on as if one number had been drawn.
     """
     seed = int(torch.randint(2**62, (), device=device, dtype=torch.int64).item())
-    own = (seed + 0x9E3779B97F4A7C15 * (dist.get_rank(group) + 1)) % 2**63
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-        torch.manual_seed(own)
+        torch.manual_seed(_mixed(seed, group))
         yield
+
+
+@contextmanager
+def own_draws(device: torch.device, group: ProcessGroup) -> Iterator[None]:
+    """Runs the block with random numbers of this rank's own, by whatever means it draws them; else leaves no trace.
+
+    For code that cannot be looked into, a kernel with a dropout of its own. The seed comes from the state of the device's
+    default generator, which goes on as if one number had been drawn where the block drew any.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    generator = _default_generator(device)
+    before = generator.get_state()
+    seed = int(torch.randint(2**62, (), device=device, dtype=torch.int64, generator=generator).item())
+    after = generator.get_state()
+    generator.manual_seed(_mixed(seed, group))
+    fresh = generator.get_state()
+    try:
+        yield
+    finally:
+        drawn = not torch.equal(generator.get_state(), fresh)
+        generator.set_state(after if drawn else before)
+
+
+def _mixed(seed: int, group: ProcessGroup) -> int:
+    return (seed + 0x9E3779B97F4A7C15 * (dist.get_rank(group) + 1)) % 2**63
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    return module.default_generators[module.current_device() if device.index is None else device.index]

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from ulysses_dtensor.compare import close
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.heads import heads_of
+from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.inside import DROPOUTS, MULTIHEAD, declared_attention, drops
 
 
@@ -60,7 +61,8 @@ class AttentionStub(TorchFunctionMode):
     def _declared(self, query: Any, key: Any, value: Any, call: Any, *, seq_dim: int, head_dim: int, mesh: Any) -> Any:
         if not self.flags and not torch.is_grad_enabled() and bool(query.isfinite().all()):
             _check_heads_alike(query, key, value, call, head_dim)
-        return self._attention(query, key, value, seq_dim, head_dim, ("declared", seq_dim, head_dim))
+        beside = map(Argument, getattr(call, "others", ()))
+        return self._attention(query, key, value, seq_dim, head_dim, ("declared", seq_dim, head_dim, *beside))
 
     def _attention(
         self,
@@ -95,20 +97,70 @@ def _check_heads_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     if num_heads < 2 or num_heads % max(1, num_kv_heads):
         return
     whole, half = heads_of(num_heads, num_kv_heads, 1, 0), heads_of(num_heads, num_kv_heads, 2, 1)
+    expected = _without_dropout(query, key, value, call, whole)
+    if expected is None:
+        return
+    expected = expected.narrow(head_dim, half.query[0], half.num_query)
+    some = (
+        query.narrow(head_dim, half.query[0], half.num_query),
+        *(x.narrow(head_dim, half.kv[0], half.num_kv) for x in (key, value)),
+    )
+    found = _without_dropout(*some, call, half)
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(query.dtype, 5e-2)
+    if found is None or not torch.allclose(
+        found, expected, rtol=0, atol=tolerance * max(1.0, float(expected.abs().max()))
+    ):
+        raise PlanError(
+            "its declared attention gives a head another result when it is given some of the heads, or cannot take some: it "
+            "depends on their numbers or on each other (ALiBi slopes, a bias for each head, a norm over heads). Name what has a "
+            "part for each head in UlyssesAttention(..., per_head={...})"
+        )
+
+
+def _without_dropout(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Any, heads: Heads
+) -> torch.Tensor | None:
+    """Returns what a declared attention gives; None where it cannot be run on a few tokens, with a mask of all at hand."""
     try:
-        expected = call(query, key, value, whole).narrow(head_dim, half.query[0], half.num_query)
-        kv = (x.narrow(head_dim, half.kv[0], half.num_kv) for x in (key, value))
-        found = call(query.narrow(head_dim, half.query[0], half.num_query), *kv, half)
+        with _NoDropout():
+            return call(query, key, value, heads)
     except PlanError:
         raise
-    except Exception:  # it cannot be run on a few tokens, as with a mask of the whole sequence at hand
-        return
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(query.dtype, 5e-2)
-    if not torch.allclose(found, expected, rtol=0, atol=tolerance * max(1.0, float(expected.abs().max()))):
-        raise PlanError(
-            "its declared attention gives a head another result when it is given some of the heads: it depends on their numbers "
-            "or on each other (ALiBi slopes, a bias for each head, a norm over heads), which is not supported yet"
-        )
+    except Exception:
+        return None
+
+
+class _NoDropout(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS and drops(func, args, kwargs):
+            return args[0].clone()
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {name: 0.0 if name == "dropout_p" else x for name, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+class Argument:
+    """What a declared attention is given beside query, key and value: equal where sizes and values are."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Argument):
+            return NotImplemented
+        a, b = self.value, other.value
+        if a is b:
+            return True
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return close(a.detach(), b.detach())
+        return type(a) is type(b) and a == b
+
+    __hash__ = None  # type: ignore[assignment] - compared by values that change
+
+    def __repr__(self) -> str:
+        return f"a tensor {tuple(self.value.shape)}" if isinstance(self.value, torch.Tensor) else repr(self.value)
 
 
 def _ramp(like: torch.Tensor) -> torch.Tensor:
