@@ -115,9 +115,8 @@ class LocalLength(PerHeadBlock):
 )
 def test_rejects_arguments_made_from_the_tokens_at_hand(kind: type[nn.Module], said: str) -> None:
     model = decoder()
-    model.layers = seeded(lambda: nn.ModuleList([kind(4, 2)]))
-    for layer in model.layers:
-        layer.inner = Open()
+    block: Any = seeded(lambda: kind(4, 2))
+    block.inner, model.layers = Open(), nn.ModuleList([block])
     message = refused_model(model, {"ids": ids_of(2, 2)}, 2, lambda: plan_of({}))
     assert "its attention was called with other arguments for" in message
     assert said in message

@@ -75,6 +75,11 @@ def own_draws(device: torch.device, group: ProcessGroup) -> Iterator[None]:
         generator.set_state(after if drawn else before)
 
 
+def random_state(device: torch.device) -> torch.Tensor:
+    """Returns the state of the device's default generator, which tells whether code drew from it."""
+    return _default_generator(device).get_state()
+
+
 def _mixed(seed: int, group: ProcessGroup) -> int:
     return (seed + 0x9E3779B97F4A7C15 * (dist.get_rank(group) + 1)) % 2**63
 
