@@ -17,11 +17,11 @@ from ulysses_dtensor.boundary import joined
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.gradients import tie
 from ulysses_dtensor.heads import Heads
-from ulysses_dtensor.inside import declared_attention
+from ulysses_dtensor.inside import OwnDraws, declared_attention
 from ulysses_dtensor.layout import Layout, chunk
 from ulysses_dtensor.meshes import sequence_mesh
 from ulysses_dtensor.per_head import Given, PerHead, bind_per_head, call_with_heads, given_per_head, parse_per_head
-from ulysses_dtensor.randomness import own_draws
+from ulysses_dtensor.randomness import own_kernel_draws
 from ulysses_dtensor.trees import tree_flatten
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _attention_forward(
     seq_len = 0 if plain else _checked_length(style, mesh, (query, key, value))
     if not plain:
         query, key, value = (x.to_local() for x in (query, key, value))
-    if torch.is_grad_enabled() and _leaves_a_rank_out(num_heads, mesh.size()):
+    if torch.is_grad_enabled() and call.leaves_a_rank_out:
         # A rank without heads does not call the module: it has to know of the same gradients as those that do.
         query = tie(query, call.trained)
     dims = {"seq_dim": style.seq_dim, "head_dim": style.head_dim}
@@ -206,7 +206,9 @@ class _Call:
         if heads.num_query == self.num_heads:
             out = self.forward(*args, **kwargs)
         else:
-            with own_draws(query.device, self.mesh.get_group()):
+            own = (query.device, self.mesh.get_group())
+            all_draw = not self.leaves_a_rank_out
+            with OwnDraws(*own, all_draw=all_draw), own_kernel_draws(*own, all_draw=all_draw):
                 out = call_with_heads(self.forward, self.module, self.given, heads, tuple(args), kwargs)
         if not isinstance(out, torch.Tensor):
             raise PlanError(
@@ -216,15 +218,16 @@ class _Call:
         return out
 
     @property
+    def leaves_a_rank_out(self) -> bool:
+        """Whether some rank has no head to call the module with."""
+        start, stop = chunk(0, self.num_heads, self.mesh.size(), self.mesh.size() - 1)
+        return start == stop
+
+    @property
     def trained(self) -> list[torch.Tensor]:
         """What the module computes with besides query, key and value, where it may have a gradient."""
         own = [p for p in self.module.parameters() if not isinstance(p, DTensor)]
         return own + [each.x for each in self.given if each.at is not None]
-
-
-def _leaves_a_rank_out(num_heads: int, ranks: int) -> bool:
-    start, stop = chunk(0, num_heads, ranks, ranks - 1)
-    return start == stop
 
 
 def _checked_length(style: UlyssesAttention, mesh: DeviceMesh, tensors: tuple[Any, ...]) -> int:

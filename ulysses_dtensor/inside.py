@@ -13,14 +13,18 @@ from ulysses_dtensor.attend import attend
 from ulysses_dtensor.collectives import all_reduce_max
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads, heads_of
-from ulysses_dtensor.randomness import own_random_state, refuse_draw
+from ulysses_dtensor.randomness import DRAWS, IDLE, own_random_state, refuse_draw
 from ulysses_dtensor.sdpa import sharded_sdpa
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-DROPOUTS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout})
+DROPOUTS = frozenset(
+    {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+) | frozenset(
+    {torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, torch.native_dropout}
+)
 
 
 class Inside(TorchFunctionMode):
@@ -98,5 +102,30 @@ def declared_attention(
 def drops(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether this dropout call draws random numbers."""
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    training = args[2] if len(args) > 2 else kwargs.get("training", func is F.dropout)
+    training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", func is F.dropout))
     return bool(p) and bool(training)
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this call, a dropout or any other, draws from the default generator."""
+    if func is F.scaled_dot_product_attention:
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+    name = getattr(func, "__name__", "")
+    return drops(func, args, kwargs) if func in DROPOUTS else name in DRAWS and kwargs.get("generator") is None
+
+
+class OwnDraws(TorchFunctionMode):
+    """Open while a declared attention runs on some of the heads: each rank draws numbers of its own."""
+
+    def __init__(self, device: torch.device, group: ProcessGroup, *, all_draw: bool) -> None:
+        super().__init__()
+        self.device, self.group, self.all_draw = device, group, all_draw
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        if not self.all_draw:
+            raise PlanError(IDLE)
+        with own_random_state(self.device, self.group):
+            return func(*args, **kwargs)

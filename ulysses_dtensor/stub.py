@@ -11,8 +11,10 @@ from torch.overrides import TorchFunctionMode
 from ulysses_dtensor.compare import close
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads, heads_of
-from ulysses_dtensor.inside import DROPOUTS, MULTIHEAD, declared_attention, drops
-from ulysses_dtensor.randomness import random_state
+from ulysses_dtensor.inside import DROPOUTS, MULTIHEAD, declared_attention, draws, drops
+from ulysses_dtensor.randomness import DRAWS, IDLE, kernel_state, kernels_drew
+
+_OF_ELEMENTS = frozenset({F.dropout, F.alpha_dropout, torch.dropout, torch.alpha_dropout, torch.native_dropout})
 
 
 class AttentionStub(TorchFunctionMode):
@@ -22,6 +24,8 @@ class AttentionStub(TorchFunctionMode):
         super().__init__()
         self.flags: list[tuple[Any, ...]] = []
         self.lengths: set[int] = set()
+        self.drawn: list[tuple[str, tuple[int, ...]]] = []
+        self.dropped: list[tuple[int, ...]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,8 +36,12 @@ class AttentionStub(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             raise PlanError(MULTIHEAD)
         if func in DROPOUTS and drops(func, args, kwargs):
-            return args[0].clone()
-        return func(*args, **kwargs)
+            self.dropped.append(tuple(args[0].shape[: None if func in _OF_ELEMENTS else 2]))
+            return undropped(func, args[0])
+        result = func(*args, **kwargs)
+        if _name(func) in DRAWS and isinstance(result, torch.Tensor):
+            self.drawn.append((_name(func), tuple(result.shape)))
+        return result
 
     def _sdpa(
         self,
@@ -98,9 +106,11 @@ def _check_heads_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     if num_heads < 2 or num_heads % max(1, num_kv_heads):
         return
     whole, half = heads_of(num_heads, num_kv_heads, 1, 0), heads_of(num_heads, num_kv_heads, 2, 1)
-    before = random_state(query.device)
+    before = kernel_state(query.device)
     expected = _without_dropout(query, key, value, call, whole)
-    if expected is None or not torch.equal(random_state(query.device), before):  # a kernel with a dropout of its own
+    if kernels_drew(query.device, before) and getattr(call, "leaves_a_rank_out", False):
+        raise PlanError(IDLE)
+    if expected is None or kernels_drew(query.device, before):
         return
     expected = expected.narrow(head_dim, half.query[0], half.num_query)
     query = query.narrow(head_dim, half.query[0], half.num_query)
@@ -120,10 +130,15 @@ def _check_heads_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 def _without_dropout(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Any, heads: Heads
 ) -> torch.Tensor | None:
-    """Returns what a declared attention gives; None where it cannot be run on a few tokens, with a mask of all at hand."""
+    """Returns what a declared attention gives, None where that tells nothing.
+
+    It may not run on a few tokens, with a mask of all at hand, or draw numbers other than a dropout of torch's.
+    """
+    undropped = _NoDropout(refused=getattr(call, "leaves_a_rank_out", False))
     try:
-        with _NoDropout():
-            return call(query, key, value, heads)
+        with undropped:
+            out = call(query, key, value, heads)
+        return None if undropped.drew else out
     except PlanError:
         raise
     except Exception:
@@ -131,14 +146,32 @@ def _without_dropout(
 
 
 class _NoDropout(TorchFunctionMode):
+    """Drops nothing; refuses all that draws where not every rank runs the attention."""
+
+    def __init__(self, *, refused: bool) -> None:
+        super().__init__()
+        self.refused, self.drew = refused, False
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.refused and draws(func, args, kwargs):
+            raise PlanError(IDLE)
         if func in DROPOUTS and drops(func, args, kwargs):
-            return args[0].clone()
+            return undropped(func, args[0])
         if func is F.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {name: 0.0 if name == "dropout_p" else x for name, x in kwargs.items()}
+        self.drew = self.drew or draws(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def undropped(func: Any, x: torch.Tensor) -> Any:
+    """Returns what a dropout returns that drops nothing."""
+    return (x.clone(), torch.ones_like(x, dtype=torch.bool)) if func is torch.native_dropout else x.clone()
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "")
 
 
 class Argument:

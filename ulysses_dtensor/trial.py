@@ -43,6 +43,8 @@ class _Run:
     spec: TreeSpec
     flags: list[tuple[Any, ...]]
     lengths: set[int]
+    drawn: list[tuple[str, tuple[int, ...]]]
+    dropped: list[tuple[int, ...]]
     buffers: dict[str, torch.Tensor]
     attributes: dict[str, Any]
     hidden: dict[int, torch.Tensor]
@@ -111,8 +113,11 @@ class Trial:
         part = self.run(some, plain_errors=True)
         dims = self._output_dims(whole, part, len(some))
         self._compare(whole, part, some, dims, "a slice of its tokens")
+        runs = [whole, part]
         for single in ([self.tokens // 2], [self.tokens - 1]):
-            self._compare(whole, self.run(single, plain_errors=True), single, dims, "a single token")
+            runs.append(self.run(single, plain_errors=True))
+            self._compare(whole, runs[-1], single, dims, "a single token")
+        _check_dropped([run.dropped for run in runs])
         self._check_tables(everything, dims)
         tainted = [1, self.tokens // 2 + 1, self.tokens - 2]
         for value in (float("nan"), _LARGE):
@@ -187,7 +192,15 @@ class Trial:
             )
         outputs, spec = tree_flatten(result)
         return _Run(
-            outputs, spec, stub.flags, stub.lengths, written, attributes, {at: leaves[at] for at in self.hidden}
+            outputs,
+            spec,
+            stub.flags,
+            stub.lengths,
+            stub.drawn,
+            stub.dropped,
+            written,
+            attributes,
+            {at: leaves[at] for at in self.hidden},
         )
 
     def spare_parameters(self) -> tuple[str, ...]:
@@ -301,6 +314,13 @@ class Trial:
                 f"its attention was called with other arguments for {what}: {_first_difference(part.flags, whole.flags)}. "
                 "An attention's flags must not depend on how many tokens a rank holds",
             )
+        if whole.drawn != part.drawn:
+            name = next(iter((*whole.drawn, *part.drawn)))[0]
+            raise Rejected(
+                6,
+                f"it draws random numbers ({name}) for the tokens at hand: ranks that are seeded alike would draw the same for "
+                "different tokens. Draw before the blocks and pass the numbers, or use a dropout of torch.nn.functional",
+            )
         for name in whole.buffers.keys() | part.buffers.keys():
             if not close(whole.buffers.get(name), part.buffers.get(name)):
                 raise Rejected(6, f"it writes the buffer {name!r} from the tokens at hand, which differ between ranks")
@@ -335,6 +355,19 @@ class Trial:
                     raise Rejected(
                         5, "it mixes tokens outside attention: NaN or large values in some tokens reached others"
                     )
+
+
+def _check_dropped(runs: list[list[tuple[int, ...]]]) -> None:
+    """Refuses a dropout that is the same for all tokens: each rank would draw it for its own."""
+    if len({len(run) for run in runs}) > 1:  # which experts run depends on the tokens
+        return
+    for shapes in zip(*runs, strict=True):
+        if len(set(shapes)) == 1 and 0 not in shapes[0]:
+            raise Rejected(
+                6,
+                f"it drops out parts {shapes[0]} that are the same for all tokens: each rank would drop others. Drop them out "
+                "before the blocks, or multiply by torch.rand(...) < keep, which ranks seeded alike draw alike",
+            )
 
 
 def _first_difference(a: list[Any], b: list[Any]) -> str:
