@@ -34,9 +34,10 @@ def varlen_attention(
     out = torch.zeros_like(q)
     for start, stop in pairwise(cu_seqlens.tolist()):
         assert stop - start <= max_seqlen
-        document = (x[start:stop].transpose(0, 1) for x in (q, k, v))
         if stop > start:
-            out[start:stop] = F.scaled_dot_product_attention(*document, is_causal=True, enable_gqa=True).transpose(0, 1)
+            query, key, value = (x[start:stop].transpose(0, 1) for x in (q, k, v))
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            out[start:stop] = attended.transpose(0, 1)
     return out
 
 

@@ -49,7 +49,9 @@ def test_outputs_and_gradients_equal_one_device(
     assert_equals_one_device(model, {"ids": ids_of(2, seq_len)}, ranks, plan=plan_of)
 
 
-@pytest.mark.parametrize(("sizes", "ranks"), [((2, 1), 4), ((1, 1), 3), ((6, 3), 4), ((6, 2), 4), ((5, 5), 4)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "ranks"), [((2, 1), 4), ((1, 1), 3), ((6, 3), 4), ((6, 2), 4), ((12, 3), 4), ((5, 5), 4)], ids=str
+)
 def test_ranks_without_heads_and_kv_heads_that_do_not_divide(sizes: tuple[int, int], ranks: int) -> None:
     run = assert_equals_one_device(decoder(*sizes), {"ids": ids_of(2, 13)}, ranks, plan=plan_of)
     assert any("sinks" in name and gradient is not None and gradient.any() for name, gradient in run.gradients.items())
