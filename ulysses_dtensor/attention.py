@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,15 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ulysses_dtensor.attend import attend, pair_kv
 from ulysses_dtensor.boundary import joined
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.gradients import tie
 from ulysses_dtensor.heads import Heads
-from ulysses_dtensor.inside import declared_attention
-from ulysses_dtensor.layout import Layout
+from ulysses_dtensor.inside import OwnDraws, declared_attention
+from ulysses_dtensor.layout import Layout, chunk
 from ulysses_dtensor.meshes import sequence_mesh
+from ulysses_dtensor.per_head import Given, PerHead, bind_per_head, call_with_heads, given_per_head, parse_per_head
+from ulysses_dtensor.randomness import own_kernel_draws
 from ulysses_dtensor.tokens import Tokens
+from ulysses_dtensor.trees import tree_flatten
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,24 +39,36 @@ class UlyssesAttention(ParallelStyle):
     and its output is exchanged back. Any head counts: each rank gets the kv heads that its query heads read. Inside a
     model with a `UlyssesPlan` the tensors are plain; alone, they are DTensors in the
     source layout, and so is the output, or plain tensors of equal length on all ranks (checked by a small all-reduce).
+    Every other argument reaches the module as it is given, whole; what differs by head is named in `per_head`.
 
     Args:
         text: source and destination layout, for example `"b h (sp s) d -> b (sp h) s d"`: the axis cut on the left is
             the sequence, the one cut on the right the heads.
+        per_head: layouts of what has a part for each head, by name: arguments of the module's call, or its own parameters
+            and buffers (`"bias.weight"`: a submodule's). `{"sinks": "h -> (sp h)", "bias": "b h q k -> b (sp h) q k"}`: held
+            whole on the left, cut at the heads on the right. The module sees the part for the heads it is called with: its
+            query heads, or, where the size is that of the key, the kv heads that they read. A parameter stays plain and whole.
 
     Raises:
         LayoutError: a side breaks the notation.
-        PlanError: the two sides do not move one mesh axis from one tensor axis to another.
+        PlanError: the two sides do not move one mesh axis from one tensor axis to another, or an entry of `per_head` does
+            not cut one axis by it.
 
     Communication: two all-to-alls forward (query, key and value in one; the output), two backward.
+
+    Example:
+        >>> UlyssesAttention("b h (sp s) d -> b (sp h) s d", per_head={"sinks": "h->(sp h)"})
+        UlyssesAttention('b h (sp s) d -> b (sp h) s d', per_head={'sinks': 'h -> (sp h)'})
 
     Reference:
         Jacobs et al., DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509
     """
 
     text: str
+    per_head: Mapping[str, str] | None = field(default=None, kw_only=True)
     src: Layout = field(init=False, compare=False)
     dst: Layout = field(init=False, compare=False)
+    entries: tuple[PerHead, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         sides = self.text.split("->")
@@ -73,9 +89,12 @@ class UlyssesAttention(ParallelStyle):
                 f"UlyssesAttention: {self.text!r} must name the same tensor axes on both sides and move one mesh axis from "
                 "the sequence to the heads, for example 'b h (sp s) d -> b (sp h) s d'."
             )
+        self.entries = () if self.per_head is None else parse_per_head(self.per_head, self.mesh_axis)
+        self.per_head = {entry.name: str(entry) for entry in self.entries} or None
 
     def __repr__(self) -> str:
-        return f"UlyssesAttention({self.text!r})"
+        per_head = "" if self.per_head is None else f", per_head={self.per_head!r}"
+        return f"UlyssesAttention({self.text!r}{per_head})"
 
     @property
     def mesh_axis(self) -> str:
@@ -111,7 +130,9 @@ def declare(
         )
     if is_declared(module):
         raise PlanError(f"UlyssesAttention: {type(module).__name__} is converted already. Convert a module once.")
-    module.forward = partial(_attention_forward, module, style, mesh, alone, module.__dict__.get("forward"))
+    original = module.__dict__.get("forward")
+    per_head = bind_per_head(style.entries, module, _own_forward(module, original))
+    module.forward = partial(_attention_forward, module, style, mesh, alone, per_head, original)
 
 
 def is_declared(module: nn.Module) -> bool:
@@ -120,37 +141,100 @@ def is_declared(module: nn.Module) -> bool:
     return isinstance(forward, partial) and forward.func is _attention_forward
 
 
+def _own_forward(module: nn.Module, original: Callable[..., Any] | None) -> Callable[..., Any]:
+    return partial(type(module).forward, module) if original is None else original
+
+
 def _attention_forward(
     module: nn.Module,
     style: UlyssesAttention,
     mesh: DeviceMesh,
     alone: bool,
+    per_head: tuple[tuple[PerHead, int | None], ...],
     original: Callable[..., Any] | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    call = partial(type(module).forward, module) if original is None else original
-    (query, key, value), rejoin = _take_qkv(module, args, kwargs)
+    query, key, value = (args[at] if isinstance(at, int) else kwargs[at] for at in _places(module, args, kwargs))
+    num_heads, num_kv_heads = query.shape[style.head_dim], key.shape[style.head_dim]
+    given = given_per_head(per_head, module, args, kwargs, num_heads, num_kv_heads)
+    call = _Call(module, style, mesh, given, num_heads, _own_forward(module, original), args, kwargs)
+    plain = not any(isinstance(x, DTensor) for x in (query, key, value))
+    tokens = None if plain else _checked_tokens(style, mesh, (query, key, value))
+    if not plain:
+        query, key, value = (x.to_local() for x in (query, key, value))
+    if torch.is_grad_enabled() and call.leaves_a_rank_out:
+        # A rank without heads does not call the module: it has to know of the same gradients as those that do.
+        query = tie(query, call.trained)
+    seq_dim, head_dim = style.seq_dim, style.head_dim
+    if tokens is None:
+        own = mesh if alone else None
+        out = declared_attention(query, key, value, call, seq_dim=seq_dim, head_dim=head_dim, mesh=own)
+        return out if call.ran else tie(out, call.trained)  # the probe's stand-in does not call the module either
+    out = attend(query, key, value, call, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=mesh.get_group())
+    return joined(out, mesh, seq_dim, tokens[0].cut)
 
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> torch.Tensor:
-        key, value = pair_kv(key, value, heads, style.head_dim)
-        args, kwargs = rejoin(query, key, value)
-        out = call(*args, **kwargs)
+
+class _Call:
+    """One call of a declared attention, to be run with the heads of a rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        style: UlyssesAttention,
+        mesh: DeviceMesh,
+        given: tuple[Given, ...],
+        num_heads: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.module, self.style, self.mesh, self.given, self.num_heads = module, style, mesh, given, num_heads
+        self.forward, self.args, self.kwargs = forward, args, kwargs
+        self.ran = False
+
+    @property
+    def others(self) -> list[Any]:
+        """What the call is given beside query, key and value: must not depend on which tokens are at hand."""
+        places = _places(self.module, self.args, self.kwargs)
+        args = [x for at, x in enumerate(self.args) if at not in places]
+        leaves = tree_flatten((args, {name: x for name, x in self.kwargs.items() if name not in places}))[0]
+        return [x for x in leaves if x is None or isinstance(x, (torch.Tensor, bool, int, float, str))]
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> torch.Tensor:
+        self.ran = True
+        key, value = pair_kv(key, value, heads, self.style.head_dim)
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for at, x in zip(_places(self.module, self.args, self.kwargs), (query, key, value), strict=True):
+            if isinstance(at, int):
+                args[at] = x
+            else:
+                kwargs[at] = x
+        if heads.num_query == self.num_heads:
+            out = self.forward(*args, **kwargs)
+        else:
+            own = (query.device, self.mesh.get_group())
+            all_draw = not self.leaves_a_rank_out
+            with OwnDraws(*own, all_draw=all_draw), own_kernel_draws(*own, all_draw=all_draw):
+                out = call_with_heads(self.forward, self.module, self.given, heads, tuple(args), kwargs)
         if not isinstance(out, torch.Tensor):
             raise PlanError(
-                f"UlyssesAttention: {type(module).__name__} returned a {type(out).__name__}, not one tensor. "
+                f"UlyssesAttention: {type(self.module).__name__} returned a {type(out).__name__}, not one tensor. "
                 "Only an attention that returns its output alone can be exchanged back."
             )
         return out
 
-    seq_dim, head_dim = style.seq_dim, style.head_dim
-    if not any(isinstance(x, DTensor) for x in (query, key, value)):
-        own = mesh if alone else None
-        return declared_attention(query, key, value, attention, seq_dim=seq_dim, head_dim=head_dim, mesh=own)
-    tokens = _checked_tokens(style, mesh, (query, key, value))
-    local = (query.to_local(), key.to_local(), value.to_local())
-    out = attend(*local, attention, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=mesh.get_group())
-    return joined(out, mesh, style.seq_dim, tokens[0].cut)
+    @property
+    def leaves_a_rank_out(self) -> bool:
+        """Whether some rank has no head to call the module with."""
+        start, stop = chunk(0, self.num_heads, self.mesh.size(), self.mesh.size() - 1)
+        return start == stop
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """What the module computes with besides query, key and value, where it may have a gradient."""
+        own = [p for p in self.module.parameters() if not isinstance(p, DTensor)]
+        return own + [each.x for each in self.given if each.at is not None]
 
 
 def _checked_tokens(style: UlyssesAttention, mesh: DeviceMesh, tensors: tuple[Any, ...]) -> tuple[Tokens, Tokens]:
@@ -169,14 +253,13 @@ def _checked_tokens(style: UlyssesAttention, mesh: DeviceMesh, tensors: tuple[An
     return query, key
 
 
-def _take_qkv(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]]:
+def _places(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
+    """Returns where query, key and value are in a call: positions, or keywords."""
     places: list[int | str] = []
     for names in _NAMES:
-        given = [name for name in names if isinstance(kwargs.get(name), torch.Tensor)]
-        if given:
-            places.append(given[0])
+        named = [name for name in names if isinstance(kwargs.get(name), torch.Tensor)]
+        if named:
+            places.append(named[0])
         elif len(places) < len(args) and isinstance(args[len(places)], torch.Tensor):
             places.append(len(places))
     if len(places) != 3:
@@ -184,14 +267,4 @@ def _take_qkv(
             f"UlyssesAttention: {type(module).__name__} was called without query, key and value: they are its first three "
             "arguments, or named query, key, value (q, k, v; xq, xk, xv)."
         )
-
-    def rejoin(*qkv: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positional, named = list(args), dict(kwargs)
-        for place, x in zip(places, qkv, strict=True):
-            if isinstance(place, int):
-                positional[place] = x
-            else:
-                named[place] = x
-        return tuple(positional), named
-
-    return [kwargs[place] if isinstance(place, str) else args[place] for place in places], rejoin
+    return places

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from ulysses_dtensor.attend import attend
 from ulysses_dtensor.collectives import all_reduce_max
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads, heads_of
-from ulysses_dtensor.randomness import own_random_state, refuse_draw
+from ulysses_dtensor.randomness import DRAWS, IDLE, own_random_state, refuse_draw
 from ulysses_dtensor.sdpa import sharded_sdpa
 from ulysses_dtensor.strategy import ULYSSES, Strategy
 from ulysses_dtensor.tokens import Held, Tokens
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-DROPOUTS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout})
+DROPOUTS = frozenset(
+    {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+) | frozenset(
+    {torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, torch.native_dropout}
+)
 
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Heads], torch.Tensor]
@@ -98,16 +103,26 @@ class Inside(TorchFunctionMode):
         at, self.drops = self.drops, self.drops + 1
         if not drops(func, args, kwargs):
             return func(*args, **kwargs)
-        where = self.dropouts[at] if at < len(self.dropouts) else (0, "none")
-        if where is not None and where[1] == "none":
+        dim, others = self.dropouts[at] or (0, None) if at < len(self.dropouts) else (0, "none")
+        if others == "none":
             with own_random_state(args[0].device, self.group):
                 return func(*args, **kwargs)
-        if not self.seeded_alike or where is not None:
+        if not self.seeded_alike:
             raise PlanError(
-                "UlyssesPlan: dropout on a tensor of which every rank holds a part whole: it would have to be dropped alike on all "
-                "ranks. " + (DROP_JOINED if where else "Seed the ranks of a sequence group alike.")
+                "UlyssesPlan: a dropout of what every rank holds, or of whole features, must be the same on all ranks. Seed the ranks "
+                "of a sequence group alike."
             )
-        return func(*args, **kwargs)
+        if others is None:
+            return func(*args, **kwargs)
+        x, ranks, rank = args[0], dist.get_world_size(self.group), dist.get_rank(self.group)
+        own = Tokens(next(iter(self.lengths.values()))).local(ranks, rank)
+        rest, own_first = x.shape[dim] - own, others == "after"
+        pieces = x.split([own, rest] if own_first else [rest, own], dim)
+        parts = []
+        for piece, is_own in zip(pieces, (own_first, not own_first), strict=True):
+            with own_random_state(x.device, self.group) if is_own else nullcontext():
+                parts.append(func(piece, *args[1:], **kwargs))
+        return torch.cat(parts, dim)
 
     def next_tokens(self, query: torch.Tensor, key: torch.Tensor, seq_dim: int) -> tuple[Tokens, Tokens] | None:
         """Returns what the next attention call's query and keys hold; None when every rank holds all of both.
@@ -136,7 +151,6 @@ def given(args: Any, kwargs: Any, *names: str) -> list[Any]:
     return [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
 
 
-DROP_JOINED = "Drop the joined tokens and the others apart."
 MULTIHEAD = (
     "UlyssesPlan: the block calls nn.MultiheadAttention, which is not supported yet. "
     "Write the attention with F.scaled_dot_product_attention."
@@ -188,5 +202,30 @@ def declared_attention(
 def drops(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether this dropout call draws random numbers."""
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    training = args[2] if len(args) > 2 else kwargs.get("training", func is F.dropout)
+    training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", func is F.dropout))
     return bool(p) and bool(training)
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this call, a dropout or any other, draws from the default generator."""
+    if func is F.scaled_dot_product_attention:
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+    name = getattr(func, "__name__", "")
+    return drops(func, args, kwargs) if func in DROPOUTS else name in DRAWS and kwargs.get("generator") is None
+
+
+class OwnDraws(TorchFunctionMode):
+    """Open while a declared attention runs on some of the heads: each rank draws numbers of its own."""
+
+    def __init__(self, device: torch.device, group: ProcessGroup, *, all_draw: bool) -> None:
+        super().__init__()
+        self.device, self.group, self.all_draw = device, group, all_draw
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        if not self.all_draw:
+            raise PlanError(IDLE)
+        with own_random_state(self.device, self.group):
+            return func(*args, **kwargs)

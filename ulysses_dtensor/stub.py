@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from ulysses_dtensor.compare import close
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.heads import heads_of
-from ulysses_dtensor.inside import DROPOUTS, MULTIHEAD, declared_attention, drops
+from ulysses_dtensor.heads import Heads, heads_of
+from ulysses_dtensor.inside import DROPOUTS, MULTIHEAD, declared_attention, draws, drops
+from ulysses_dtensor.randomness import DRAWS, IDLE, kernel_state, kernels_drew
+
+_OF_ELEMENTS = frozenset({F.dropout, F.alpha_dropout, torch.dropout, torch.alpha_dropout, torch.native_dropout})
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,14 @@ class Attention:
     seq_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """The tensor of one dropout call, and how many of its dims have numbers of their own: a feature is dropped as a whole."""
+
+    x: torch.Tensor
+    dims: int
+
+
 class AttentionStub(TorchFunctionMode):
     """Replaces attention by a function of each token alone that depends on all of query, key and value."""
 
@@ -31,7 +43,8 @@ class AttentionStub(TorchFunctionMode):
         super().__init__()
         self.flags: list[tuple[Any, ...]] = []
         self.attentions: list[Attention] = []
-        self.dropouts: list[torch.Tensor] = []
+        self.dropouts: list[Dropout] = []
+        self.drawn: list[tuple[str, tuple[int, ...]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -42,9 +55,12 @@ class AttentionStub(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             raise PlanError(MULTIHEAD)
         if func in DROPOUTS:
-            self.dropouts.append(args[0].detach().clone())
-            return args[0].clone() if drops(func, args, kwargs) else func(*args, **kwargs)
-        return func(*args, **kwargs)
+            self.dropouts.append(Dropout(args[0].detach().clone(), args[0].ndim if func in _OF_ELEMENTS else 2))
+            return undropped(func, args[0]) if drops(func, args, kwargs) else func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if _name(func) in DRAWS and isinstance(result, torch.Tensor):
+            self.drawn.append((_name(func), tuple(result.shape)))
+        return result
 
     def _sdpa(
         self,
@@ -73,7 +89,8 @@ class AttentionStub(TorchFunctionMode):
     def _declared(self, query: Any, key: Any, value: Any, call: Any, *, seq_dim: int, head_dim: int, mesh: Any) -> Any:
         if not self.flags and not torch.is_grad_enabled() and bool(query.isfinite().all()):
             _check_heads_alike(query, key, value, call, head_dim)
-        return self._attention(query, key, value, seq_dim, head_dim, ("declared", seq_dim, head_dim))
+        beside = map(Argument, getattr(call, "others", ()))
+        return self._attention(query, key, value, seq_dim, head_dim, ("declared", seq_dim, head_dim, *beside))
 
     def _attention(
         self,
@@ -107,20 +124,94 @@ def _check_heads_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     if num_heads < 2 or num_heads % max(1, num_kv_heads):
         return
     whole, half = heads_of(num_heads, num_kv_heads, 1, 0), heads_of(num_heads, num_kv_heads, 2, 1)
+    before = kernel_state(query.device)
+    expected = _without_dropout(query, key, value, call, whole)
+    if kernels_drew(query.device, before) and getattr(call, "leaves_a_rank_out", False):
+        raise PlanError(IDLE)
+    if expected is None or kernels_drew(query.device, before):
+        return
+    expected = expected.narrow(head_dim, half.query[0], half.num_query)
+    query = query.narrow(head_dim, half.query[0], half.num_query)
+    key, value = (x.narrow(head_dim, half.kv[0], half.num_kv) for x in (key, value))
+    found = _without_dropout(query, key, value, call, half)
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(query.dtype, 5e-2)
+    if found is None or not torch.allclose(
+        found, expected, rtol=0, atol=tolerance * max(1.0, float(expected.abs().max()))
+    ):
+        raise PlanError(
+            "its declared attention gives a head another result when it is given some of the heads, or cannot take some: it "
+            "depends on their numbers or on each other (ALiBi slopes, a bias for each head, a norm over heads). Name what has a "
+            "part for each head in UlyssesAttention(..., per_head={...})"
+        )
+
+
+def _without_dropout(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Any, heads: Heads
+) -> torch.Tensor | None:
+    """Returns what a declared attention gives, None where that tells nothing.
+
+    It may not run on a few tokens, with a mask of all at hand, or draw numbers other than a dropout of torch's.
+    """
+    undropped = _NoDropout(refused=getattr(call, "leaves_a_rank_out", False))
     try:
-        expected = call(query, key, value, whole).narrow(head_dim, half.query[0], half.num_query)
-        kv = (x.narrow(head_dim, half.kv[0], half.num_kv) for x in (key, value))
-        found = call(query.narrow(head_dim, half.query[0], half.num_query), *kv, half)
+        with undropped:
+            out = call(query, key, value, heads)
+        return None if undropped.drew else out
     except PlanError:
         raise
-    except Exception:  # it cannot be run on a few tokens, as with a mask of the whole sequence at hand
-        return
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(query.dtype, 5e-2)
-    if not torch.allclose(found, expected, rtol=0, atol=tolerance * max(1.0, float(expected.abs().max()))):
-        raise PlanError(
-            "its declared attention gives a head another result when it is given some of the heads: it depends on their numbers "
-            "or on each other (ALiBi slopes, a bias for each head, a norm over heads), which is not supported yet"
-        )
+    except Exception:
+        return None
+
+
+class _NoDropout(TorchFunctionMode):
+    """Drops nothing; refuses all that draws where not every rank runs the attention."""
+
+    def __init__(self, *, refused: bool) -> None:
+        super().__init__()
+        self.refused, self.drew = refused, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.refused and draws(func, args, kwargs):
+            raise PlanError(IDLE)
+        if func in DROPOUTS and drops(func, args, kwargs):
+            return undropped(func, args[0])
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {name: 0.0 if name == "dropout_p" else x for name, x in kwargs.items()}
+        self.drew = self.drew or draws(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def undropped(func: Any, x: torch.Tensor) -> Any:
+    """Returns what a dropout returns that drops nothing."""
+    return (x.clone(), torch.ones_like(x, dtype=torch.bool)) if func is torch.native_dropout else x.clone()
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "")
+
+
+class Argument:
+    """What a declared attention is given beside query, key and value: equal where sizes and values are."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Argument):
+            return NotImplemented
+        a, b = self.value, other.value
+        if a is b:
+            return True
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return close(a.detach(), b.detach())
+        return type(a) is type(b) and a == b
+
+    __hash__ = None  # type: ignore[assignment] - compared by values that change
+
+    def __repr__(self) -> str:
+        return f"a tensor {tuple(self.value.shape)}" if isinstance(self.value, torch.Tensor) else repr(self.value)
 
 
 def _ramp(like: torch.Tensor) -> torch.Tensor:

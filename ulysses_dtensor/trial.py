@@ -19,7 +19,7 @@ from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.leftovers import Watch
 from ulysses_dtensor.operands import Subset, apart, held_by, place, untouched
 from ulysses_dtensor.passes import graph_nodes
-from ulysses_dtensor.stub import Attention, AttentionStub
+from ulysses_dtensor.stub import Attention, AttentionStub, Dropout
 from ulysses_dtensor.tokens import Held
 from ulysses_dtensor.trees import TreeSpec, tree_flatten, tree_unflatten
 from ulysses_dtensor.unseen import unseen
@@ -48,7 +48,8 @@ class _Run:
     spec: TreeSpec
     flags: list[tuple[Any, ...]]
     attentions: list[Attention]
-    dropouts: list[torch.Tensor]
+    dropouts: list[Dropout]
+    drawn: list[tuple[str, tuple[int, ...]]]
     buffers: dict[str, torch.Tensor]
     attributes: dict[str, Any]
     hidden: dict[int, torch.Tensor]
@@ -175,7 +176,7 @@ class Trial:
             raise Rejected(5, "it mixes tokens outside attention: query, key or value of a token depend on others")
 
     def _drops(self, whole: _Run, part: _Run, some: list[int], held: Sequence[tuple[Held, Held]]) -> tuple[Drop, ...]:
-        """Returns which dim of each dropout call's tensor is cut, and where others stand; None for what all ranks hold.
+        """Returns which dim of each dropout call's tensor is cut, and where others stand; None for what all ranks drop alike.
 
         A call that cannot be followed (the tokens of one expert) drops this rank's tokens, if the block has no others.
         """
@@ -187,12 +188,12 @@ class Trial:
                 )
             return ()
         drops: list[Drop] = []
-        for a, b in zip(whole.dropouts, part.dropouts, strict=True):
-            if a.shape == b.shape:
-                drops.append(None)
-                continue
+        for a, b in zip((each.x for each in whole.dropouts), (each.x for each in part.dropouts), strict=True):
             places = ((dim, place(a, b, dim, self._subset(some))) for dim in range(min(a.ndim, b.ndim)))
             found = next(((dim, where) for dim, where in places if where not in (None, "whole")), None)
+            if a.shape == b.shape or (found is not None and found[0] >= whole.dropouts[len(drops)].dims):
+                drops.append(None)
+                continue
             if found is None and others:
                 raise Rejected(
                     5, "it drops out a tensor in which tokens and others, that every rank holds, are not told apart"
@@ -278,6 +279,7 @@ class Trial:
             stub.flags,
             stub.attentions,
             stub.dropouts,
+            stub.drawn,
             written,
             attributes,
             {at: leaves[at] for at in self.hidden},
@@ -400,6 +402,13 @@ class Trial:
                 6,
                 f"its attention was called with other arguments for {what}: {_first_difference(part.flags, whole.flags)}. "
                 "An attention's flags must not depend on how many tokens a rank holds",
+            )
+        if whole.drawn != part.drawn:
+            name = next(iter((*whole.drawn, *part.drawn)))[0]
+            raise Rejected(
+                6,
+                f"it draws random numbers ({name}) for the tokens at hand: ranks that are seeded alike would draw the same for "
+                "different tokens. Draw before the blocks and pass the numbers, or use a dropout of torch.nn.functional",
             )
         for name in whole.buffers.keys() | part.buffers.keys():
             if not close(whole.buffers.get(name), part.buffers.get(name)):
