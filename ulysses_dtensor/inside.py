@@ -109,8 +109,8 @@ class Inside(TorchFunctionMode):
                 return func(*args, **kwargs)
         if not self.seeded_alike:
             raise PlanError(
-                "UlyssesPlan: a dropout of what every rank holds, or of whole features, must be the same on all ranks. Seed the ranks "
-                "of a sequence group alike."
+                "UlyssesPlan: a dropout of what every rank holds, or of whole features, must be the same on all ranks. "
+                "Seed the ranks of a sequence group alike."
             )
         if others is None:
             return func(*args, **kwargs)
