@@ -35,6 +35,7 @@ FLOORS = (
     "telling",
     "calls",
     "inside",
+    "multihead",
     "sdpa",
     "attend",
     "randomness",

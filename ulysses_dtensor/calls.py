@@ -78,7 +78,10 @@ def _token_dim(inputs: Mapping[str, Layout], argument: str, x: torch.Tensor, mes
 
 
 def hidden_options(call: Call) -> list[dict[int, int]]:
-    """Returns the candidates for the hidden state, likeliest first: what is held, what is declared, floating leaves."""
+    """Returns the candidates for the hidden state, likeliest first: what is held, what is declared, floating leaves.
+
+    Leaves that are one and the same tensor, as in `attention(x, x, x)`, are one hidden state.
+    """
     if call.held:
         return [call.held]
     floating = [
@@ -86,12 +89,15 @@ def hidden_options(call: Call) -> list[dict[int, int]]:
     ]
     options = []
     for at in floating:
+        same = [other for other in floating if call.leaves[other] is call.leaves[at]]
         if at in call.declared:
-            dim = call.declared[at]
-            options += [] if dim is None else [{at: dim}]
+            dims = [] if call.declared[at] is None else [call.declared[at]]
+        elif at == next(other for other in same if other not in call.declared):
+            dims = sorted(range(call.leaves[at].ndim - 1), key=lambda dim: (dim == 0, dim))
+        else:
             continue
-        dims = range(call.leaves[at].ndim - 1)
-        options += [{at: dim} for dim in sorted(dims, key=lambda dim: (dim == 0, dim))]
+        for dim in dims:
+            options.append({other: dim for other in same if call.declared.get(other, dim) == dim})
     return options
 
 
@@ -102,7 +108,8 @@ def call_key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     tensors = [x for _, leaves in parts for x in leaves if isinstance(x, torch.Tensor)]
     floating = [x for x in tensors if x.is_floating_point() and x.ndim >= 2]
     reference = tuple(floating[0].shape) if floating else ()
-    return (name, training, *((argument, *(_kind(x, reference) for x in leaves)) for argument, leaves in parts))
+    same = tuple(next(at for at, other in enumerate(tensors) if other is x) for x in tensors)
+    return (name, training, same, *((argument, *(_kind(x, reference) for x in leaves)) for argument, leaves in parts))
 
 
 def nature(module: nn.Module) -> Hashable:

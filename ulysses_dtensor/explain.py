@@ -191,17 +191,20 @@ class _Record(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             names = ("query", "key", "value")
             tensors = [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
-            self._add(tensors, -2, -3)
+            self._add([tuple(x.shape) for x in tensors], -2, -3, tensors[0].element_size())
+        elif func is F.multi_head_attention_forward:
+            heads = args[4]
+            shapes = [(x.shape[1] if x.ndim > 2 else 1, heads, x.shape[0], args[3] // heads) for x in args[:3]]
+            self._add(shapes, -2, -3, args[0].element_size())
         elif func is declared_attention:
-            self._add(args[:3], kwargs["seq_dim"], kwargs["head_dim"])
+            shapes = [tuple(x.shape) for x in args[:3]]
+            self._add(shapes, kwargs["seq_dim"], kwargs["head_dim"], args[0].element_size())
         return func(*args, **kwargs)
 
-    def _add(self, tensors: Any, seq_dim: int, head_dim: int) -> None:
-        shapes = [tuple(int(n) for n in x.shape) for x in tensors]
+    def _add(self, shapes: list[tuple[int, ...]], seq_dim: int, head_dim: int, itemsize: int) -> None:
+        query, key, value = (tuple(int(n) for n in shape) for shape in shapes)
         name = self.stack[-1] if self.stack else "?"
-        self.calls.append(
-            AttentionCall(name, shapes[0], shapes[1], shapes[2], seq_dim, head_dim, tensors[0].element_size())
-        )
+        self.calls.append(AttentionCall(name, query, key, value, seq_dim, head_dim, itemsize))
 
 
 def _dry_run(model: nn.Module, found: Found, region: Region | None, inputs: Any) -> list[AttentionCall]:

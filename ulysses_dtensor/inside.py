@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from ulysses_dtensor.attend import attend
 from ulysses_dtensor.collectives import all_reduce_max
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads, heads_of
+from ulysses_dtensor.multihead import multi_head_attention
 from ulysses_dtensor.randomness import own_random_state, refuse_draw
 from ulysses_dtensor.sdpa import sharded_sdpa
 
@@ -38,19 +40,14 @@ class Inside(TorchFunctionMode):
             del kwargs["mesh"]
             return attend(*args, **kwargs, seq_len=self.seq_len, group=self.group)
         if func is F.multi_head_attention_forward:
-            raise PlanError(MULTIHEAD)
+            sdpa = partial(sharded_sdpa, seq_len=self.seq_len, group=self.group)
+            return multi_head_attention(sdpa, *args, **kwargs)
         if func in DROPOUTS and drops(func, args, kwargs):
             with own_random_state(args[0].device, self.group):
                 return func(*args, **kwargs)
         if not self.seeded_alike:
             refuse_draw(func, kwargs)
         return func(*args, **kwargs)
-
-
-MULTIHEAD = (
-    "UlyssesPlan: the block calls nn.MultiheadAttention, which is not supported yet. "
-    "Write the attention with F.scaled_dot_product_attention."
-)
 
 
 def declared_attention(

@@ -10,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import heads_of
-from ulysses_dtensor.inside import DROPOUTS, MULTIHEAD, declared_attention, drops
+from ulysses_dtensor.inside import DROPOUTS, declared_attention, drops
+from ulysses_dtensor.multihead import multi_head_attention
 
 
 class AttentionStub(TorchFunctionMode):
@@ -28,7 +29,7 @@ class AttentionStub(TorchFunctionMode):
         if func is declared_attention:
             return self._declared(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            raise PlanError(MULTIHEAD)
+            return multi_head_attention(self._sdpa, *args, **kwargs)
         if func in DROPOUTS and drops(func, args, kwargs):
             return args[0].clone()
         return func(*args, **kwargs)

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ulysses_dtensor.compare import alike, close, same
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.leftovers import Watch
+from ulysses_dtensor.leftovers import Watch, tensors_in
+from ulysses_dtensor.multihead import NO_WEIGHTS, Withheld
 from ulysses_dtensor.passes import graph_nodes
 from ulysses_dtensor.stub import AttentionStub
 from ulysses_dtensor.trees import TreeSpec, tree_flatten, tree_unflatten
@@ -145,9 +146,13 @@ class Trial:
         uncut: Sequence[int] = (),
     ) -> _Run:
         leaves = list(self.leaves)
+        made: dict[tuple[int, int], torch.Tensor] = {}
         for leaf, dim in self.hidden.items():
-            values = self._values(leaves[leaf], dim, tainted, taint).index_select(dim, self._index(at, leaves[leaf]))
-            leaves[leaf] = values.requires_grad_(gradients and values.is_floating_point())
+            key = (id(self.leaves[leaf]), dim)
+            if key not in made:
+                x = self._values(leaves[leaf], dim, tainted, taint).index_select(dim, self._index(at, leaves[leaf]))
+                made[key] = x.requires_grad_(gradients and x.is_floating_point())
+            leaves[leaf] = made[key]
         for leaf, dim in self.sliced.items():
             if leaf in uncut:
                 continue
@@ -186,6 +191,12 @@ class Trial:
                 6, "it changes an argument in place, which is a shard of the caller's. Write it out of place"
             )
         outputs, spec = tree_flatten(result)
+        if any(isinstance(x, Withheld) for x in tensors_in(list(attributes.values()))):
+            raise Rejected(6, NO_WEIGHTS)
+        if any(isinstance(x, Withheld) for x in outputs):
+            if not any(self.module is attention for attention in self.attentions):
+                raise Rejected(6, NO_WEIGHTS)
+            outputs = [None if isinstance(x, Withheld) else x for x in outputs]  # its caller mostly throws them away
         return _Run(
             outputs, spec, stub.flags, stub.lengths, written, attributes, {at: leaves[at] for at in self.hidden}
         )
