@@ -27,6 +27,11 @@ class Withheld(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise PlanError(f"{NO_WEIGHTS}.")
 
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError(f"{NO_WEIGHTS}.")
+
+    tolist = numpy = __array__ = _refuse  # they ask for memory, past any dispatch
+
 
 def multi_head_attention(
     sdpa: Sdpa,
