@@ -37,6 +37,7 @@ FLOORS = (
     "telling",
     "calls",
     "inside",
+    "multihead",
     "sdpa",
     "strategy",
     "rows",

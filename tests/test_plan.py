@@ -187,15 +187,6 @@ class NoAttention(nn.Module):
         return self.layers[0](ids)
 
 
-class TorchAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(WIDTH, 4, batch_first=True)])
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.layers[0](ids)
-
-
 def decoder() -> nn.Module:
     return ZOO["rotary decoder"].model()
 
@@ -214,12 +205,6 @@ def decoder() -> nn.Module:
             lambda: UlyssesPlan(attention={"blocks.*": "sdpa"}),
             r"attention pattern 'blocks\.\*' matches no module\.",
             id="pattern",
-        ),
-        pytest.param(
-            TorchAttention,
-            UlyssesPlan,
-            r"layers\.0\.self_attn is an nn\.MultiheadAttention, which is not supported yet\. Write",
-            id="torch's attention",
         ),
         pytest.param(
             SelfAttention, UlyssesPlan, r"the model is itself an attention\. Convert the model", id="attention"
@@ -265,9 +250,9 @@ def test_rejects_plans_that_do_not_fit_and_leaves_the_model_as_it_was(build: Any
 
 
 def test_all_problems_come_in_one_error_a_line_each() -> None:
-    plan = lambda: UlyssesPlan(attention={"a.*": "sdpa", "b.*": "sdpa"})  # noqa: E731
-    message = refused(2, lambda mesh: parallelize_module(seeded(TorchAttention), mesh, plan()))
-    assert message.startswith("UlyssesPlan on TorchAttention:\n  ")
+    plan = lambda: UlyssesPlan(attention={"a.*": "sdpa", "b.*": "sdpa"}, inputs={"cosine": "(sp s) d"})  # noqa: E731
+    message = refused(2, lambda mesh: parallelize_module(decoder(), mesh, plan()))
+    assert message.startswith("UlyssesPlan on RotaryDecoder:\n  ")
     assert len(message.splitlines()) == 4
 
 

@@ -127,12 +127,13 @@ def _plain(call: Call) -> list[Dims]:
     ]
     options: list[Dims] = []
     for at in floating:
-        if at in call.declared:
-            dim = call.declared[at]
-            options += [] if dim is None else [{at: dim}]
-            continue
-        dims = range(call.leaves[at].ndim - 1)
-        options += [{at: dim} for dim in sorted(dims, key=lambda dim: (dim == 0, dim))]
+        same = [other for other in floating if call.leaves[other] is call.leaves[at]]
+        declared = call.declared.get(at)
+        dims: list[int] = [] if declared is None else [declared]
+        if at not in call.declared and at == next(other for other in same if other not in call.declared):
+            dims = sorted(range(call.leaves[at].ndim - 1), key=lambda dim: (dim == 0, dim))
+        for dim in dims:
+            options.append({other: dim for other in same if call.declared.get(other, dim) == dim})
     return options
 
 
@@ -143,7 +144,8 @@ def call_key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     tensors = [x for _, leaves in parts for x in leaves if isinstance(x, torch.Tensor)]
     floating = [x for x in tensors if x.is_floating_point() and x.ndim >= 2]
     reference = tuple(floating[0].shape) if floating else ()
-    return (name, training, *((argument, *(_kind(x, reference) for x in leaves)) for argument, leaves in parts))
+    same = tuple(next(at for at, other in enumerate(tensors) if other is x) for x in tensors)
+    return (name, training, same, *((argument, *(_kind(x, reference) for x in leaves)) for argument, leaves in parts))
 
 
 def nature(module: nn.Module) -> Hashable:

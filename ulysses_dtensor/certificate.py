@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import BaseTorchFunctionMode
 
 from ulysses_dtensor.calls import Call, hidden_options
 from ulysses_dtensor.errors import PlanError
@@ -68,7 +69,8 @@ def certify(model: nn.Module, inputs: Any, mesh: Mapping[str, int], plan: Ulysse
     if problems:
         raise PlanError(f"UlyssesPlan on {type(model).__name__}:\n  " + "\n  ".join(problems))
     decisions: dict[str, Decision | str] = {}
-    with ExitStack() as stack, torch.no_grad():
+    # Under a mode torch takes none of its fast paths for inference, which would hand nested tensors to the blocks.
+    with ExitStack() as stack, torch.no_grad(), BaseTorchFunctionMode():
         for name in found.blocks:
             hook = partial(_probe_first_call, decisions, found, plan, mesh, name)
             handle = model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)

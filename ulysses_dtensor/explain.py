@@ -263,17 +263,31 @@ class _Record(TorchFunctionMode):
             names = ("query", "key", "value")
             tensors = [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
             causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
-            self._add(tensors, -2, -3, causal=bool(causal))
+            self._add([tuple(x.shape) for x in tensors], -2, -3, tensors[0].element_size(), causal=bool(causal))
+        elif func is F.multi_head_attention_forward:
+            heads = args[4]
+            shapes = [(x.shape[1] if x.ndim > 2 else 1, heads, x.shape[0], args[3] // heads) for x in args[:3]]
+            causal = bool(kwargs.get("is_causal", False))
+            self._add(shapes, -2, -3, args[0].element_size(), causal=causal)
         elif func is declared_attention:
-            self._add(args[:3], kwargs["seq_dim"], kwargs["head_dim"], declared=True)
+            shapes = [tuple(x.shape) for x in args[:3]]
+            self._add(shapes, kwargs["seq_dim"], kwargs["head_dim"], args[0].element_size(), declared=True)
         return func(*args, **kwargs)
 
-    def _add(self, tensors: Any, seq_dim: int, head_dim: int, *, causal: bool = False, declared: bool = False) -> None:
-        shapes = [tuple(int(n) for n in x.shape) for x in tensors]
+    def _add(
+        self,
+        shapes: list[tuple[int, ...]],
+        seq_dim: int,
+        head_dim: int,
+        itemsize: int,
+        *,
+        causal: bool = False,
+        declared: bool = False,
+    ) -> None:
+        query, key, value = (tuple(int(n) for n in shape) for shape in shapes)
         name = self.stack[-1] if self.stack else "?"
-        ndim, size = len(shapes[0]), tensors[0].element_size()
-        dims = (seq_dim % ndim, head_dim % ndim)
-        self.calls.append(AttentionCall(name, shapes[0], shapes[1], shapes[2], *dims, size, causal, declared))
+        dims = (seq_dim % len(query), head_dim % len(query))
+        self.calls.append(AttentionCall(name, query, key, value, *dims, itemsize, causal, declared))
 
 
 def _dry_run(model: nn.Module, found: Found, region: Region | None, inputs: Any) -> list[AttentionCall]:

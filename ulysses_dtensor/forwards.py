@@ -19,6 +19,7 @@ from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.inside import Inside
 from ulysses_dtensor.leftovers import tensors_in
+from ulysses_dtensor.multihead import NO_WEIGHTS, Withheld
 from ulysses_dtensor.passes import in_backward
 from ulysses_dtensor.probe import Decision, Mixes, probe
 from ulysses_dtensor.region import Region
@@ -108,6 +109,8 @@ def _manner(module: nn.Module, name: str) -> tuple[object, ...]:
 def _out(x: Any, region: Region, tail: Tail) -> Any:
     if isinstance(x, Deferred):
         return x.whole(tail.whole)
+    if isinstance(x, Withheld):
+        raise PlanError(f"{region.who}: {NO_WEIGHTS}.")
     if is_shard_of(x, region.mesh):
         return tail.whole(x) if region.outputs == "replicate" else noticed(x, region.reducer)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):  # a result that torch cannot look into
@@ -238,9 +241,8 @@ def _decide(
             "bypass too."
         )
     described = Call(module, leaves, spec, region.inputs, region.mesh, region.axes)
-    stand_ins = [
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_shard_of(x, region.mesh) else x for x in leaves
-    ]
+    made = {id(x): torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in leaves if is_shard_of(x, region.mesh)}
+    stand_ins = [made.get(id(x), x) for x in leaves]
     try:
         with region.running():
             found: Decision | None = probe(
@@ -283,16 +285,17 @@ def _run_local(
 ) -> Any:
     dims = dict((*found.hidden, *found.sliced))
     lengths = {at: leaves[at].shape[dim] for at, dim in (*found.hidden, *found.contexts)}
-    local = []
+    local: list[Any] = []
+    made: dict[tuple[int, int | None], Any] = {}  # what is one tensor stays one: modules look whether key is value
     for at, x in enumerate(leaves):
-        if at in found.gathered:
-            local.append(enter(_gathered(x, region), region.mesh, None, seq_len))
-        elif is_shard_of(x, region.mesh):
-            local.append(local_of(x))
-        elif isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
-            local.append(enter(x, region.mesh, dims.get(at), seq_len))
-        else:
-            local.append(x)
+        key = (id(x), dims.get(at))
+        if key not in made and at in found.gathered:
+            made[key] = enter(_gathered(x, region), region.mesh, None, seq_len)
+        elif key not in made and is_shard_of(x, region.mesh):
+            made[key] = local_of(x)
+        elif key not in made and isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
+            made[key] = enter(x, region.mesh, dims.get(at), seq_len)
+        local.append(made.get(key, x))
     args, kwargs = tree_unflatten(local, spec)
     if not torch.compiler.is_compiling():
         region.history = agreement.roll(region.history, f"{name} {seq_len}")

@@ -15,6 +15,7 @@ from ulysses_dtensor.attend import attend
 from ulysses_dtensor.collectives import all_reduce_max
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads, heads_of
+from ulysses_dtensor.multihead import multi_head_attention
 from ulysses_dtensor.randomness import DRAWS, IDLE, own_random_state, refuse_draw
 from ulysses_dtensor.sdpa import sharded_sdpa
 from ulysses_dtensor.strategy import ULYSSES, Strategy
@@ -66,20 +67,26 @@ class Inside(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            query, key = given(args, kwargs, "query", "key")
-            tokens = self.next_tokens(query, key, -2)
-            if tokens is None:
-                return func(*args, **kwargs)
-            return sharded_sdpa(*args, **kwargs, tokens=tokens, group=self.group, strategy=self.strategy)
+            return self.sdpa(*args, **kwargs)
         if func is declared_attention:
             return self.declared(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            raise PlanError(MULTIHEAD)
+            return multi_head_attention(self.sdpa, *args, **kwargs)
         if func in DROPOUTS:
             return self.drop(func, args, kwargs)
         if not self.seeded_alike:
             refuse_draw(func, kwargs)
         return func(*args, **kwargs)
+
+    def sdpa(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Runs `scaled_dot_product_attention`, its arguments as torch has them."""
+        tokens = self.next_tokens(query, key, -2)
+        if tokens is None:
+            return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        options = {"tokens": tokens, "group": self.group, "strategy": self.strategy}
+        return sharded_sdpa(query, key, value, *args, **kwargs, **options)
 
     def declared(
         self,
@@ -144,17 +151,6 @@ class Inside(TorchFunctionMode):
             each.tokens(local, self.lengths, ranks, rank) for each, local in zip(held, lengths, strict=True)
         )
         return of_query, of_key
-
-
-def given(args: Any, kwargs: Any, *names: str) -> list[Any]:
-    """Returns the leading arguments of a call, however they were passed."""
-    return [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
-
-
-MULTIHEAD = (
-    "UlyssesPlan: the block calls nn.MultiheadAttention, which is not supported yet. "
-    "Write the attention with F.scaled_dot_product_attention."
-)
 
 
 def declared_attention(

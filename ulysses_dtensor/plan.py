@@ -39,7 +39,7 @@ class UlyssesPlan(ParallelStyle):
         attention: attentions that detection cannot know, by name pattern (`"layers.*.attn"`): a `UlyssesAttention` for a
             module called with query, key and value, `"sdpa"` for one whose forward reaches
             `scaled_dot_product_attention` by ways that reading it does not show. None: every module whose forward
-            calls it.
+            calls it, and every `nn.MultiheadAttention`.
         inputs: layouts of the blocks' arguments that the probe cannot decide, by name: `{"temb": "b c"}` for one that is
             used whole, `{"freqs": "(sp s) d"}` for one that is cut at its tokens.
         outputs: `"replicate"` returns whole plain tensors, `"shard"` DTensors cut at their tokens.
@@ -129,11 +129,6 @@ class UlyssesPlan(ParallelStyle):
         for pattern in self.attention or {}:
             if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in model.named_modules()):
                 problems.append(f"attention pattern {pattern!r} matches no module.")
-        for name in plain.multihead_attentions(model):
-            problems.append(
-                f"{name or 'the model'} is an nn.MultiheadAttention, which is not supported yet. "
-                "Write the attention with F.scaled_dot_product_attention."
-            )
         found = plain.find(model, {name: model.get_submodule(name) for name in styles})
         if not found.attentions and not problems:
             problems.append(

@@ -84,7 +84,8 @@ def probe(
     started = time.perf_counter()
     trouble: list[Rejected] = []
     with torch.inference_mode(False), _fresh_caches(), telling_parameters(module):
-        leaves = [telling(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        told = {id(x): telling(x) for x in leaves if isinstance(x, torch.Tensor)}
+        leaves = [told.get(id(x), x) for x in leaves]
 
         def trials() -> Iterator[Trial]:
             for option in options:

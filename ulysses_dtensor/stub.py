@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 from ulysses_dtensor.compare import close
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads, heads_of
-from ulysses_dtensor.inside import DROPOUTS, MULTIHEAD, declared_attention, draws, drops
+from ulysses_dtensor.inside import DROPOUTS, declared_attention, draws, drops
+from ulysses_dtensor.multihead import multi_head_attention
 from ulysses_dtensor.randomness import DRAWS, IDLE, kernel_state, kernels_drew
 
 _OF_ELEMENTS = frozenset({F.dropout, F.alpha_dropout, torch.dropout, torch.alpha_dropout, torch.native_dropout})
@@ -53,7 +54,7 @@ class AttentionStub(TorchFunctionMode):
         if func is declared_attention:
             return self._declared(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            raise PlanError(MULTIHEAD)
+            return multi_head_attention(self._sdpa, *args, **kwargs)
         if func in DROPOUTS:
             self.dropouts.append(Dropout(args[0].detach().clone(), args[0].ndim if func in _OF_ELEMENTS else 2))
             return undropped(func, args[0]) if drops(func, args, kwargs) else func(*args, **kwargs)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from ulysses_dtensor.calls import Dims, Option
 from ulysses_dtensor.compare import alike, close, same
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.leftovers import Watch
+from ulysses_dtensor.leftovers import Watch, tensors_in
+from ulysses_dtensor.multihead import NO_WEIGHTS, Withheld
 from ulysses_dtensor.operands import Subset, apart, held_by, place, untouched
 from ulysses_dtensor.passes import graph_nodes
 from ulysses_dtensor.stub import Attention, AttentionStub, Dropout
@@ -225,15 +226,22 @@ class Trial:
         contexts: Mapping[int, list[int]] = MappingProxyType({}),
     ) -> _Run:
         leaves = list(self.leaves)
+        made: dict[tuple[int, int], torch.Tensor] = {}
         for number, dims in enumerate((*self.option.contexts, self.option.gathered)):
             count = self.context_tokens[number]
             for leaf, dim in dims.items():
-                index = self._index(contexts.get(number, list(range(count))), leaves[leaf])
-                values = self._values(leaves[leaf], dim, count=count).index_select(dim, index)
-                leaves[leaf] = values.requires_grad_(gradients and values.is_floating_point())
+                key = (id(self.leaves[leaf]), dim)
+                if key not in made:
+                    index = self._index(contexts.get(number, list(range(count))), leaves[leaf])
+                    x = self._values(leaves[leaf], dim, count=count).index_select(dim, index)
+                    made[key] = x.requires_grad_(gradients and x.is_floating_point())
+                leaves[leaf] = made[key]
         for leaf, dim in self.hidden.items():
-            values = self._values(leaves[leaf], dim, tainted, taint).index_select(dim, self._index(at, leaves[leaf]))
-            leaves[leaf] = values.requires_grad_(gradients and values.is_floating_point())
+            key = (id(self.leaves[leaf]), dim)
+            if key not in made:
+                x = self._values(leaves[leaf], dim, tainted, taint).index_select(dim, self._index(at, leaves[leaf]))
+                made[key] = x.requires_grad_(gradients and x.is_floating_point())
+            leaves[leaf] = made[key]
         for leaf, dim in self.sliced.items():
             if leaf in uncut:
                 continue
@@ -241,9 +249,9 @@ class Trial:
             spread = [min(size - 1, i) if consecutive else i * self.seq_len // self.tokens for i in at]
             leaves[leaf] = leaves[leaf].detach().index_select(dim, self._index(spread, leaves[leaf]))
         args, kwargs = tree_unflatten(leaves, self.spec)
-        made = {at for dims in (self.hidden, *self.option.contexts, self.option.gathered) for at in dims}
+        drawn = {at for dims in (self.hidden, *self.option.contexts, self.option.gathered) for at in dims}
         given = [
-            (x, x.detach().clone() if at in made or at in self.sliced else _version(x))
+            (x, x.detach().clone() if at in drawn or at in self.sliced else _version(x))
             for at, x in enumerate(leaves)
             if isinstance(x, torch.Tensor)
         ]
@@ -273,6 +281,12 @@ class Trial:
                 6, "it changes an argument in place, which is a shard of the caller's. Write it out of place"
             )
         outputs, spec = tree_flatten(result)
+        if any(isinstance(x, Withheld) for x in tensors_in(list(attributes.values()))):
+            raise Rejected(6, NO_WEIGHTS)
+        if any(isinstance(x, Withheld) for x in outputs):
+            if not any(self.module is attention for attention in self.attentions):
+                raise Rejected(6, NO_WEIGHTS)
+            outputs = [None if isinstance(x, Withheld) else x for x in outputs]  # its caller mostly throws them away
         return _Run(
             outputs,
             spec,

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-_SDPA = "scaled_dot_product_attention"
+_ATTENTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 _MAX_FUNCTIONS = 300
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # What wraps one module without being it: activation checkpointing's wrapper, torch.compile's.
@@ -34,7 +34,7 @@ class Found:
 
 def find(model: nn.Module, declared: dict[str, nn.Module]) -> Found:
     """Returns what to convert in `model`: the attentions declared, or else found by reading what forward calls."""
-    attentions = declared or {name: m for name, m in model.named_modules() if calls_sdpa(m)}
+    attentions = declared or {name: m for name, m in model.named_modules() if calls_attention(m)}
     blocks: dict[str, list[str]] = {}
     for name in attentions:
         blocks.setdefault(_block_of(model, name), []).append(name)
@@ -50,13 +50,10 @@ def find(model: nn.Module, declared: dict[str, nn.Module]) -> Found:
     return Found(attentions, {name: tuple(held) for name, held in blocks.items()}, tuple(ancestors), beside)
 
 
-def multihead_attentions(model: nn.Module) -> list[str]:
-    """Returns the names of the `nn.MultiheadAttention` modules in `model`."""
-    return [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
-
-
-def calls_sdpa(module: nn.Module) -> bool:
-    """Whether this module's own forward, with the functions and methods it reaches, names SDPA."""
+def calls_attention(module: nn.Module) -> bool:
+    """Whether this is torch's attention, or its own forward, with the functions and methods it reaches, names SDPA."""
+    if isinstance(module, nn.MultiheadAttention):
+        return True
     forward = type(module).forward
     if forward in (nn.Module.forward, *(kind.forward for kind in _CONTAINERS)):
         return False
@@ -64,10 +61,10 @@ def calls_sdpa(module: nn.Module) -> bool:
         return False
     instance = module.__dict__.get("forward")
     start = [forward] if instance is None else [forward, instance]
-    return any(_reaches_sdpa(function, module) for function in start)
+    return any(_reaches_attention(function, module) for function in start)
 
 
-def _reaches_sdpa(function: Any, module: nn.Module) -> bool:
+def _reaches_attention(function: Any, module: nn.Module) -> bool:
     pending, seen = [function], set()
     while pending:
         current = _plain_function(pending.pop())
@@ -75,10 +72,10 @@ def _reaches_sdpa(function: Any, module: nn.Module) -> bool:
             continue
         seen.add(current)
         names = {name for code in _codes(current.__code__) for name in code.co_names}
-        if _SDPA in names:
+        if _ATTENTIONS & names:
             return True
         for target in (*_named_targets(current, names, module), *_cell_contents(current)):
-            if getattr(target, "__name__", "") == _SDPA:
+            if getattr(target, "__name__", "") in _ATTENTIONS:
                 return True
             if isinstance(target, (FunctionType, functools.partial)) and not _is_torch(target):
                 pending.append(target)
