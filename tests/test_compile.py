@@ -7,13 +7,13 @@ import copy
 import pytest
 import torch
 from gloo import GlooPool
-from model_zoo import RotaryDecoder, float64, ids_of
+from model_zoo import WIDTH, RotaryDecoder, float64, ids_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ulysses_dtensor import UlyssesPlan, parallelize_module
+from ulysses_dtensor import UlyssesAttention, UlyssesPlan, parallelize_module
 
 
 class WithoutTables(RotaryDecoder):
@@ -74,3 +74,40 @@ def compiled_first(ranks: int) -> None:
 def test_a_block_compiled_before_its_first_forward_says_what_to_do(gloo: GlooPool) -> None:
     with pytest.raises(Exception, match="Run the model once eagerly with such inputs"):
         gloo.run(2, compiled_first, 2, timeout=120)
+
+
+class Formula(nn.Module):
+    """Attention by hand: no function in it is one that a block looks for."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (q @ k.mT * scale.view(-1, 1, 1)).softmax(-1) @ v
+
+
+class FormulaBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.inner = nn.Linear(WIDTH, 3 * WIDTH), Formula()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        return x + self.inner(q, k, v, self.scale).transpose(1, 2).flatten(2)
+
+
+def compiled_formula() -> tuple[torch.Tensor, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))
+    with float64():
+        torch.manual_seed(0)
+        model = WithoutTables(block=FormulaBlock)
+    single = copy.deepcopy(model)
+    style = UlyssesAttention("b h (sp s) d -> b (sp h) s d", per_head={"scale": "h -> (sp h)"})
+    parallelize_module(model, mesh, UlyssesPlan(attention={"layers.*.inner": style}))
+    model(ids_of(2, 9))
+    for block in model.layers:
+        block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    return model(ids_of(2, 9)).detach(), single(ids_of(2, 9)).detach()
+
+
+def test_a_compiled_attention_that_is_declared_sees_the_whole_sequence(gloo: GlooPool) -> None:
+    for compiled, expected in gloo.run(2, compiled_formula):
+        torch.testing.assert_close(compiled, expected, rtol=1e-9, atol=1e-12)

@@ -178,7 +178,8 @@ def declared_attention(
         PlanError: no block is running, and the ranks' tensors differ in length.
     """
     tensors, dims = (query, key, value), {"seq_dim": seq_dim, "head_dim": head_dim, "mesh": mesh}
-    if has_torch_function(tensors):
+    # While torch.compile traces, it says no where only a mode is open: the tokens at hand would pass for the whole sequence.
+    if torch.compiler.is_compiling() or has_torch_function(tensors):
         return handle_torch_function(declared_attention, tensors, *tensors, call, **dims)
     if mesh is None:
         return call(query, key, value, heads_of(query.shape[head_dim], key.shape[head_dim], 1, 0))
