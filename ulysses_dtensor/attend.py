@@ -25,13 +25,14 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Heads], torch.Tensor],
+    call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Heads], Any],
     *,
     seq_dim: int,
     head_dim: int,
     seq_len: int,
     group: ProcessGroup,
-) -> torch.Tensor:
+    also: tuple[torch.dtype, ...] = (),
+) -> Any:
     """Returns this rank's tokens of an attention over the whole sequence.
 
     Args:
@@ -44,6 +45,8 @@ def attend(
         head_dim: dim of the heads.
         seq_len: tokens of the whole sequence, cut over the group as `torch.chunk` cuts.
         group: the ranks among which the sequence is cut.
+        also: dtypes of what `call` returns beside the attention's output, in a tuple: each shaped like the query without
+            its last dim. A tuple is returned then.
 
     Raises:
         PlanError: the tokens or heads are not what the plan promises.
@@ -61,20 +64,25 @@ def attend(
     query, key, value = exchange((query, key, value), inward, group)
     heads = heads_of(num_heads, num_kv_heads, ranks, rank)
     if heads.num_query:
-        out = call(query, key, value, heads)
+        out, *others = call(query, key, value, heads) if also else (call(query, key, value, heads),)
     else:  # no kernel takes zero heads; the zeros stay connected, so that every rank joins the backward
-        out = query.new_zeros((*query.shape[:-1], value.shape[-1])) + 0 * (query.sum() + key.sum() + value.sum())
+        nothing = 0 * (query.sum() + key.sum() + value.sum())
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1])) + nothing
+        others = [query.new_zeros(query.shape[:-1], dtype=dtype) + nothing.to(dtype) for dtype in also]
     sized_as_value = query.ndim - 1 not in (seq_dim, head_dim)  # the last dim, where it is the head size
     expected = (*query.shape[:-1], out.shape[-1]) if sized_as_value else tuple(query.shape)
-    if tuple(out.shape) != expected:
+    if tuple(out.shape) != expected or any(x.shape != query.shape[:-1] for x in others):
         raise PlanError(
             f"attention: the output is {tuple(out.shape)} for a query of {tuple(query.shape)} (this rank's heads, all "
             f"tokens), not {expected}. The attention must return its query's layout and read head counts from its inputs."
         )
     whole_out = (*wholes[0][:-1], out.shape[-1]) if sized_as_value else wholes[0]
-    outward = _uncached(_route_out)(whole_out, seq_dim, head_dim, ranks, rank)
-    (out,) = exchange((out,), (outward,), group)
-    return out
+    outward = [
+        _uncached(_route_out)(whole, seq_dim, head_dim, ranks, rank)
+        for whole in (whole_out, *[wholes[0][:-1]] * len(others))
+    ]
+    out, *others = exchange((out, *others), outward, group)
+    return (out, *others) if also else out
 
 
 def pair_kv(key: torch.Tensor, value: torch.Tensor, heads: Heads, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

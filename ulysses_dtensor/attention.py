@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ulysses_dtensor.attend import attend, pair_kv
 from ulysses_dtensor.boundary import joined
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.flex import GlobalHeads, show_flex
 from ulysses_dtensor.heads import Heads
 from ulysses_dtensor.inside import declared_attention
 from ulysses_dtensor.layout import Layout
@@ -105,6 +106,7 @@ def declare(module: nn.Module, style: UlyssesAttention, mesh: DeviceMesh, *, alo
         )
     if is_declared(module):
         raise PlanError(f"UlyssesAttention: {type(module).__name__} is converted already. Convert a module once.")
+    show_flex(module)
     module.forward = partial(_attention_forward, module, style, mesh, alone, module.__dict__.get("forward"))
 
 
@@ -125,11 +127,13 @@ def _attention_forward(
 ) -> Any:
     call = partial(type(module).forward, module) if original is None else original
     (query, key, value), rejoin = _take_qkv(module, args, kwargs)
+    num_heads = query.shape[style.head_dim]
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> torch.Tensor:
         key, value = pair_kv(key, value, heads, style.head_dim)
         args, kwargs = rejoin(query, key, value)
-        out = call(*args, **kwargs)
+        with GlobalHeads(heads, num_heads):
+            out = call(*args, **kwargs)
         if not isinstance(out, torch.Tensor):
             raise PlanError(
                 f"UlyssesAttention: {type(module).__name__} returned a {type(out).__name__}, not one tensor. "

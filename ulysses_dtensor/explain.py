@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ulysses_dtensor.attend import routes_of
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.flex import empty_flex, seen_flex, show_flex
 from ulysses_dtensor.heads import heads_of
 from ulysses_dtensor.inside import declared_attention
 from ulysses_dtensor.layout import mesh_sizes
@@ -189,9 +190,10 @@ class _Record(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            names = ("query", "key", "value")
-            tensors = [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
-            self._add(tensors, -2, -3)
+            self._add(_qkv(args, kwargs), -2, -3)
+        elif func is seen_flex:
+            self._add(_qkv(args[1:], kwargs), -2, -3)
+            return empty_flex(*args, **kwargs)
         elif func is declared_attention:
             self._add(args[:3], kwargs["seq_dim"], kwargs["head_dim"])
         return func(*args, **kwargs)
@@ -204,10 +206,16 @@ class _Record(TorchFunctionMode):
         )
 
 
+def _qkv(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    names = ("query", "key", "value")
+    return [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
+
+
 def _dry_run(model: nn.Module, found: Found, region: Region | None, inputs: Any) -> list[AttentionCall]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     record = _Record()
+    show_flex(model)
     with ExitStack() as stack:
         for name, module in found.attentions.items():
             stack.enter_context(_named(module, name, record.stack))

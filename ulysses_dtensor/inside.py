@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from ulysses_dtensor.attend import attend
 from ulysses_dtensor.collectives import all_reduce_max
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.flex import seen_flex, sharded_flex
 from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.randomness import own_random_state, refuse_draw
 from ulysses_dtensor.sdpa import sharded_sdpa
@@ -34,6 +35,8 @@ class Inside(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return sharded_sdpa(*args, **kwargs, seq_len=self.seq_len, group=self.group)
+        if func is seen_flex:
+            return sharded_flex(*args, **kwargs, seq_len=self.seq_len, group=self.group)
         if func is declared_attention:
             del kwargs["mesh"]
             return attend(*args, **kwargs, seq_len=self.seq_len, group=self.group)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.flex import out_of_reach
 from ulysses_dtensor.telling import telling, telling_parameters
 from ulysses_dtensor.trees import TreeSpec
 from ulysses_dtensor.trial import Dims, Rejected, Trial, Verdict
@@ -90,7 +91,7 @@ def probe(
                 cuts, spare = tuple(trial.sliced.items()), trial.spare_parameters()
                 return Decision(tuple(hidden.items()), cuts, outputs, calls, spare, time.perf_counter() - started)
     reason = str(max(trouble, key=lambda rejected: rejected.weight)) if trouble else "no argument could hold tokens"
-    raise Mixes(f"{who}: {reason}.")
+    raise Mixes(f"{who}: {reason}.{out_of_reach(module)}")
 
 
 @contextmanager
