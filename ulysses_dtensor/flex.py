@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.attention import flex_attention as torch_flex
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ulysses_dtensor.attend import attend, pair_kv
 from ulysses_dtensor.errors import PlanError
@@ -29,9 +29,15 @@ if TYPE_CHECKING:
 
 def seen_flex(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls `original`, torch's `flex_attention` or a compiled one, by way of the function mode that is open."""
-    if has_torch_function((None,)):  # whether a mode is open, whatever the tensors are
+    if mode_is_open():
         return handle_torch_function(seen_flex, (), original, *args, **kwargs)
     return original(*args, **kwargs)
+
+
+def mode_is_open() -> bool:
+    """Whether a function mode is open; also while torch.compile traces, where `has_torch_function` sees tensors alone."""
+    # Private; torch has no public name that its compiler traces. If torch moves it, tests/test_compile.py says so.
+    return torch.overrides._is_torch_function_mode_enabled()
 
 
 def show_flex(module: nn.Module) -> None:
@@ -127,7 +133,7 @@ def sharded_flex(
     Raises:
         PlanError: the block mask is not of the whole sequence, or the call cannot be cut by heads.
     """
-    num_heads, wanted = query.shape[1], _wanted(return_lse, return_aux)
+    wanted = _wanted(return_lse, return_aux)
     _check(query, key, enable_gqa, block_mask)
     if block_mask is not None and tuple(block_mask.seq_lengths) != (seq_len, seq_len):
         raise PlanError(
@@ -235,9 +241,7 @@ def empty_flex(
 ) -> Any:
     """Returns what a call of `flex_attention` would return, not computed: for dry runs on fake tensors."""
     return_lse = args[4] if len(args) > 4 else return_lse
-    statistics = [
-        query.new_empty(query.shape[:-1], dtype=_statistics(query)) for _ in _wanted(return_lse, return_aux)
-    ]
+    statistics = [query.new_empty(query.shape[:-1], dtype=_statistics(query)) for _ in _wanted(return_lse, return_aux)]
     return _as_returned(query.new_empty((*query.shape[:-1], value.shape[-1])), statistics, return_lse, return_aux)
 
 
