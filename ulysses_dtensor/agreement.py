@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ulysses_dtensor.collectives import all_gather, all_reduce_max
+from ulysses_dtensor.contents import MASK, content_hash, held_hash, holds_functions, text_hash
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.leftovers import tensors_in
 from ulysses_dtensor.trees import keystr, tree_flatten_with_path
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 _FACT_SLOTS = 6  # a problem, four facts, the inputs' structure
 _INPUT_SLOTS = 58
 _MESSAGE_BYTES = 4096
-_MASK = 2**62 - 1
 
 
 def agree(
@@ -49,7 +48,7 @@ def agree(
     """
     names, hashes = _input_hashes(args, kwargs)
     facts = [*facts, ("the inputs' structure", "; ".join(names))]
-    slots = [int(problem is not None), *(_text_hash(str(value)) for _, value in facts)]
+    slots = [int(problem is not None), *(text_hash(str(value)) for _, value in facts)]
     labels = ["", *(name for name, _ in facts)]
     assert len(slots) <= _FACT_SLOTS
     shown = hashes[: _INPUT_SLOTS - 1]
@@ -60,7 +59,7 @@ def agree(
     for at, value in enumerate(shown):
         values[_FACT_SLOTS + at] = value.to(device)
     for at, value in enumerate(rest):
-        values[-1] = (values[-1] * 31 + value.to(device) + at) & _MASK
+        values[-1] = (values[-1] * 31 + value.to(device) + at) & MASK
     values = torch.cat((values, _random_state_hash(device).view(1)))
     extremes = torch.cat((values, -values))
     all_reduce_max(extremes, mesh.get_group())
@@ -123,26 +122,14 @@ def _input_hashes(args: Any, kwargs: Any) -> tuple[list[str], list[torch.Tensor]
             value = repr(x) if x is None or isinstance(x, (bool, int, float, str)) else type(x).__name__
             names.append(f"{name} = {value}")
             held = [] if x is None or isinstance(x, (bool, int, float, str)) else list(tensors_in(x))
-            hashes.append(torch.tensor(state_hash([y for y in held if not isinstance(y, DTensor)])))
+            state = held_hash(x) if holds_functions(x) else state_hash([y for y in held if not isinstance(y, DTensor)])
+            hashes.append(torch.tensor(state))
     return names, hashes
-
-
-@torch.no_grad()
-def content_hash(x: torch.Tensor) -> torch.Tensor:
-    """Returns a 62-bit hash of a tensor's bytes and their positions, as a scalar on its device."""
-    raw = x.detach().contiguous().reshape(-1).view(torch.uint8)
-    if raw.numel() % 8:
-        raw = torch.cat((raw, raw.new_zeros(8 - raw.numel() % 8)))
-    words = raw.view(torch.int64)
-    words = words + torch.arange(words.numel(), device=x.device) * -7046029254386353131
-    words = (words ^ (words >> 31)) * -4658895280553007687
-    words = (words ^ (words >> 29)) * -7723592293110705685
-    return (words ^ (words >> 32)).sum() & _MASK
 
 
 def roll(history: str, event: str) -> str:
     """Returns a short digest of a history of events and one more event."""
-    return f"{_text_hash(history + event):x}"
+    return f"{text_hash(history + event):x}"
 
 
 def state_hash(tensors: Sequence[torch.Tensor]) -> int:
@@ -156,7 +143,3 @@ def _random_state_hash(device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         state = torch.cat((state, torch.get_device_module(device).get_rng_state().cpu()))
     return content_hash(state).to(device)
-
-
-def _text_hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") & _MASK

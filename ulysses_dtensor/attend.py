@@ -83,7 +83,7 @@ def attend(
     else:  # no kernel takes zero heads; the zeros stay connected, so that every rank joins the backward
         nothing = 0 * (query.sum() + key.sum() + value.sum())
         found = without_heads(query, value)
-        result = found + nothing if isinstance(found, torch.Tensor) else tuple(x + nothing for x in found)
+        result = found + nothing if isinstance(found, torch.Tensor) else tuple(x + nothing.to(x.dtype) for x in found)
     outs = (result,) if isinstance(result, torch.Tensor) else result
     _check_outputs(outs, query, seq_dim, head_dim)
     outs = _bring_back(outs, tokens[0], num_heads, seq_dim, head_dim, group)

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ulysses_dtensor.attend import attend, pair_kv
 from ulysses_dtensor.boundary import joined
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.flex import GlobalHeads, show_flex
 from ulysses_dtensor.gradients import tie
 from ulysses_dtensor.heads import Heads
 from ulysses_dtensor.inside import OwnDraws, declared_attention
@@ -130,6 +131,7 @@ def declare(
         )
     if is_declared(module):
         raise PlanError(f"UlyssesAttention: {type(module).__name__} is converted already. Convert a module once.")
+    show_flex(module)
     original = module.__dict__.get("forward")
     per_head = bind_per_head(style.entries, module, _own_forward(module, original))
     module.forward = partial(_attention_forward, module, style, mesh, alone, per_head, original)
@@ -215,7 +217,8 @@ class _Call:
         else:
             own = (query.device, self.mesh.get_group())
             all_draw = not self.leaves_a_rank_out
-            with OwnDraws(*own, all_draw=all_draw), own_kernel_draws(*own, all_draw=all_draw):
+            draws = (OwnDraws(*own, all_draw=all_draw), own_kernel_draws(*own, all_draw=all_draw))
+            with draws[0], draws[1], GlobalHeads(heads, self.num_heads):
                 out = call_with_heads(self.forward, self.module, self.given, heads, tuple(args), kwargs)
         if not isinstance(out, torch.Tensor):
             raise PlanError(

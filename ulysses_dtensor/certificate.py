@@ -14,6 +14,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from ulysses_dtensor.calls import Call, hidden_options
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.flex import show_flex
 from ulysses_dtensor.layout import mesh_sizes
 from ulysses_dtensor.models.plain import Found
 from ulysses_dtensor.plan import UlyssesPlan
@@ -68,6 +69,7 @@ def certify(model: nn.Module, inputs: Any, mesh: Mapping[str, int], plan: Ulysse
     found, problems = plan.find(model, mesh_sizes(mesh))
     if problems:
         raise PlanError(f"UlyssesPlan on {type(model).__name__}:\n  " + "\n  ".join(problems))
+    show_flex(model)
     decisions: dict[str, Decision | str] = {}
     # Under a mode torch takes none of its fast paths for inference, which would hand nested tensors to the blocks.
     with ExitStack() as stack, torch.no_grad(), BaseTorchFunctionMode():

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ulysses_dtensor.attend import routes_of
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.flex import empty_flex, seen_flex, show_flex
 from ulysses_dtensor.heads import heads_of
 from ulysses_dtensor.inside import declared_attention
 from ulysses_dtensor.layout import mesh_sizes
@@ -260,10 +261,13 @@ class _Record(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            names = ("query", "key", "value")
-            tensors = [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
+            tensors = _qkv(args, kwargs)
             causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
             self._add([tuple(x.shape) for x in tensors], -2, -3, tensors[0].element_size(), causal=bool(causal))
+        elif func is seen_flex:
+            tensors = _qkv(args[1:], kwargs)
+            self._add([tuple(x.shape) for x in tensors], -2, -3, tensors[0].element_size(), declared=True)
+            return empty_flex(*args, **kwargs)
         elif func is F.multi_head_attention_forward:
             heads = args[4]
             shapes = [(x.shape[1] if x.ndim > 2 else 1, heads, x.shape[0], args[3] // heads) for x in args[:3]]
@@ -290,10 +294,16 @@ class _Record(TorchFunctionMode):
         self.calls.append(AttentionCall(name, query, key, value, *dims, itemsize, causal, declared))
 
 
+def _qkv(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    names = ("query", "key", "value")
+    return [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
+
+
 def _dry_run(model: nn.Module, found: Found, region: Region | None, inputs: Any) -> list[AttentionCall]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     record = _Record()
+    show_flex(model)
     with ExitStack() as stack:
         for name, module in found.attentions.items():
             stack.enter_context(_named(module, name, record.stack))

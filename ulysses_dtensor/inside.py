@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from ulysses_dtensor.attend import attend
 from ulysses_dtensor.collectives import all_reduce_max
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.flex import seen_flex, sharded_flex
 from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.multihead import multi_head_attention
 from ulysses_dtensor.randomness import DRAWS, IDLE, own_random_state, refuse_draw
@@ -68,6 +69,8 @@ class Inside(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self.sdpa(*args, **kwargs)
+        if func is seen_flex:
+            return self.flex(*args, **kwargs)
         if func is declared_attention:
             return self.declared(*args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -87,6 +90,15 @@ class Inside(TorchFunctionMode):
             return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
         options = {"tokens": tokens, "group": self.group, "strategy": self.strategy}
         return sharded_sdpa(query, key, value, *args, **kwargs, **options)
+
+    def flex(
+        self, original: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs `flex_attention`, its arguments as torch has them, by `original`."""
+        tokens = self.next_tokens(query, key, -2)
+        if tokens is None:
+            return original(query, key, value, *args, **kwargs)
+        return sharded_flex(original, query, key, value, *args, **kwargs, tokens=tokens, group=self.group)
 
     def declared(
         self,

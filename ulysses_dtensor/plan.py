@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ulysses_dtensor.attention import UlyssesAttention, declare, is_declared
 from ulysses_dtensor.errors import LayoutError, PlanError
+from ulysses_dtensor.flex import show_flex
 from ulysses_dtensor.forwards import convert_ancestor, convert_attention, convert_beside, convert_block
 from ulysses_dtensor.layout import Layout, LayoutLike, as_layout
 from ulysses_dtensor.meshes import checked_mesh, plan_mesh
@@ -39,7 +40,7 @@ class UlyssesPlan(ParallelStyle):
         attention: attentions that detection cannot know, by name pattern (`"layers.*.attn"`): a `UlyssesAttention` for a
             module called with query, key and value, `"sdpa"` for one whose forward reaches
             `scaled_dot_product_attention` by ways that reading it does not show. None: every module whose forward
-            calls it, and every `nn.MultiheadAttention`.
+            calls it, or `flex_attention`, and every `nn.MultiheadAttention`.
         inputs: layouts of the blocks' arguments that the probe cannot decide, by name: `{"temb": "b c"}` for one that is
             used whole, `{"freqs": "(sp s) d"}` for one that is cut at its tokens.
         outputs: `"replicate"` returns whole plain tensors, `"shard"` DTensors cut at their tokens.
@@ -82,6 +83,7 @@ class UlyssesPlan(ParallelStyle):
         found, problems = self.find(module, axes)
         if problems:
             raise PlanError(f"UlyssesPlan on {type(module).__name__}:\n  " + "\n  ".join(problems))
+        show_flex(module)
         region = Region(
             mesh,
             outputs=self.outputs,
@@ -132,8 +134,8 @@ class UlyssesPlan(ParallelStyle):
         found = plain.find(model, {name: model.get_submodule(name) for name in styles})
         if not found.attentions and not problems:
             problems.append(
-                "no module's forward calls torch.nn.functional.scaled_dot_product_attention, so nothing matches. Name the "
-                "attentions: UlyssesPlan(attention={'layers.*.attn': UlyssesAttention('b h (sp s) d -> b (sp h) s d')})."
+                "no module's forward calls torch.nn.functional.scaled_dot_product_attention or flex_attention, so nothing matches. "
+                "Name the attentions: UlyssesPlan(attention={'layers.*.attn': UlyssesAttention('b h (sp s) d -> b (sp h) s d')})."
             )
         if "" in found.blocks:
             problems.append("the model is itself an attention. Convert the model that holds it.")

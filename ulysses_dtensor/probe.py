@@ -20,6 +20,7 @@ from torch import nn
 
 from ulysses_dtensor.calls import Dims, Option
 from ulysses_dtensor.errors import PlanError
+from ulysses_dtensor.flex import out_of_reach
 from ulysses_dtensor.telling import telling, telling_parameters
 from ulysses_dtensor.tokens import Held
 from ulysses_dtensor.trees import TreeSpec
@@ -106,7 +107,7 @@ def probe(
                 seconds=time.perf_counter() - started,
             )
     reason = str(max(trouble, key=lambda rejected: rejected.weight)) if trouble else "no argument could hold tokens"
-    raise Mixes(f"{who}: {reason}.")
+    raise Mixes(f"{who}: {reason}.{out_of_reach(module)}")
 
 
 def _passed(

@@ -385,8 +385,8 @@ class Trial:
     def _silent_attention(self) -> str:
         names = ", ".join(sorted({type(attention).__name__ for attention in self.attentions}))
         return (
-            f"its attention ({names}) did not run: forward never reached scaled_dot_product_attention. If it computes "
-            "attention by other means, route it through F.scaled_dot_product_attention or declare it with "
+            f"its attention ({names}) did not run: forward never reached scaled_dot_product_attention or flex_attention. If it "
+            "computes attention by other means, route it through F.scaled_dot_product_attention or declare it with "
             "UlyssesPlan(attention=...)"
         )
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
 
+from ulysses_dtensor.flex import calls_flex
+from ulysses_dtensor.reading import readings
+
 _ATTENTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
-_MAX_FUNCTIONS = 300
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # What wraps one module without being it: activation checkpointing's wrapper, torch.compile's.
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -51,73 +50,13 @@ def find(model: nn.Module, declared: dict[str, nn.Module]) -> Found:
 
 
 def calls_attention(module: nn.Module) -> bool:
-    """Whether this is torch's attention, or its own forward, with the functions and methods it reaches, names SDPA."""
-    if isinstance(module, nn.MultiheadAttention):
-        return True
-    forward = type(module).forward
-    if forward in (nn.Module.forward, *(kind.forward for kind in _CONTAINERS)):
-        return False
-    if type(module).__module__.startswith("torch.nn."):
-        return False
-    instance = module.__dict__.get("forward")
-    start = [forward] if instance is None else [forward, instance]
-    return any(_reaches_attention(function, module) for function in start)
-
-
-def _reaches_attention(function: Any, module: nn.Module) -> bool:
-    pending, seen = [function], set()
-    while pending:
-        current = _plain_function(pending.pop())
-        if current is None or current in seen or len(seen) > _MAX_FUNCTIONS:
-            continue
-        seen.add(current)
-        names = {name for code in _codes(current.__code__) for name in code.co_names}
-        if _ATTENTIONS & names:
-            return True
-        for target in (*_named_targets(current, names, module), *_cell_contents(current)):
-            if getattr(target, "__name__", "") in _ATTENTIONS:
-                return True
-            if isinstance(target, (FunctionType, functools.partial)) and not _is_torch(target):
-                pending.append(target)
-    return False
-
-
-def _named_targets(function: FunctionType, names: set[str], module: nn.Module) -> Iterator[Any]:
-    """Yields what the names in a function's code stand for: globals, the module's methods and attributes, parents' forwards."""
-    for name in names - {"forward"}:
-        yield function.__globals__.get(name)
-        yield getattr(type(module), name, None)
-        yield module.__dict__.get(name)
-    if {"super", "forward"} <= names:
-        yield from (base.__dict__["forward"] for base in type(module).__mro__ if "forward" in base.__dict__)
-
-
-def _cell_contents(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
-
-
-def _plain_function(function: Any) -> FunctionType | None:
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function) if callable(function) else function
-    function = getattr(function, "__func__", function)
-    return function if isinstance(function, FunctionType) else None
-
-
-def _is_torch(function: Any) -> bool:
-    plain = _plain_function(function)
-    return plain is None or plain.__module__ is None or plain.__module__.split(".")[0] == "torch"
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
+    """Whether this is torch's attention, or its own forward, with all that it reaches, names SDPA or FlexAttention."""
+    return isinstance(module, nn.MultiheadAttention) or any(
+        _ATTENTIONS & reading.names
+        or any(getattr(each.target, "__name__", "") in _ATTENTIONS for each in reading.references)
+        or calls_flex(reading)
+        for reading in readings(module)
+    )
 
 
 def _block_of(model: nn.Module, name: str) -> str:
