@@ -113,7 +113,7 @@ class FlexBlock(nn.Module):
         return {
             "none": None,
             "number of the head": lambda s, b, h, q, k: s * (1 + h) - 0.1 * (q - k) * h,
-            "slopes": lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(),
+            "slopes": lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(),  # type: ignore[index] - a buffer
             "learned": lambda s, b, h, q, k: s + bias[h] * (q - k).cos(),
         }[self.score]
 

@@ -204,7 +204,7 @@ def test_converted_models_are_copied_and_pickled(flex: Any) -> None:
         with torch.no_grad():
             expected = converted(ids)
             assert torch.equal(copy.deepcopy(converted)(ids), expected)
-        block = converted.layers[0]
+        block = converted.layers[0]  # type: ignore[index] - a ModuleList
         assert isinstance(block, FlexBlock)
         back = pickle.loads(pickle.dumps(block.flex))
         assert (back.func, back.args, back.keywords) == (block.flex.func, block.flex.args, block.flex.keywords)
@@ -266,7 +266,7 @@ class Inner(nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         slopes = self.slopes
-        alibi = lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()  # noqa: E731
+        alibi = lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()  # noqa: E731  # type: ignore[index]
         return self.flex(q, k, v, score_mod=alibi, block_mask=self.mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -378,7 +378,10 @@ def other_masks() -> dict[str, tuple[BlockMask, str]]:
     ordered = create_block_mask(window_of_head, None, 4, 13, 13, "cpu")
     ordered.dq_kv_order = torch.zeros(1, 4, 1, dtype=torch.int32)
     return {
-        "length": (create_block_mask(causal, None, None, 12, 12, "cpu"), "(12, 12) tokens, the whole sequence of (13, 13)"),
+        "length": (
+            create_block_mask(causal, None, None, 12, 12, "cpu"),
+            "(12, 12) tokens, the whole sequence of (13, 13)",
+        ),
         "heads": (of_three, "is of batch and heads (1, 3), the query of (2, 4)"),
         "batch": (create_block_mask(causal, 3, None, 13, 13, "cpu"), "is of batch and heads (3, 1)"),
         "sliced": (create_block_mask(causal, None, 4, 13, 13, "cpu")[:, :1], "was sliced, and has lost its mask_mod"),

@@ -30,6 +30,8 @@ FLOORS = (
     "region",
     "probe",
     "trial",
+    "findings",
+    "tryout",
     "operands",
     "unseen",
     "stub",
