@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from gloo import GlooPool
-from model_zoo import RotaryDecoder, float64, ids_of
+from model_zoo import RotaryDecoder, float64, ids_of, numbers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -74,3 +74,30 @@ def compiled_first(ranks: int) -> None:
 def test_a_block_compiled_before_its_first_forward_says_what_to_do(gloo: GlooPool) -> None:
     with pytest.raises(Exception, match="Run the model once eagerly with such inputs"):
         gloo.run(2, compiled_first, 2, timeout=120)
+
+
+def encoder_compiled_against_one_device(ranks: int) -> float:
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("sp",))
+    with float64():
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 4, 24, 0.0, batch_first=True)
+        single = nn.TransformerEncoder(layer, 2, nn.LayerNorm(16))
+    model, x = copy.deepcopy(single), numbers(2, 9, 16)
+    parallelize_module(model, mesh, UlyssesPlan())
+    model(x)
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    for each in (model, single):
+        each.zero_grad()
+        (each(x) * numbers(2, 9, 16, seed=1)).mean().backward()
+    worst = 0.0
+    for p, q in zip(model.parameters(), single.parameters(), strict=True):
+        assert p.grad is not None, "a parameter without gradient"
+        assert q.grad is not None, "a parameter without gradient"
+        worst = max(worst, float((p.grad - q.grad).abs().max()))
+    return worst
+
+
+def test_torchs_encoder_layers_compile_to_one_graph_each(gloo: GlooPool) -> None:
+    for worst in gloo.run(2, encoder_compiled_against_one_device, 2, timeout=240):
+        assert worst < 1e-11
