@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from gloo import GlooPool
-from model_zoo import WIDTH, RotaryDecoder, float64, ids_of
+from model_zoo import WIDTH, RotaryDecoder, float64, ids_of, numbers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -111,3 +111,30 @@ def compiled_formula() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_compiled_attention_that_is_declared_sees_the_whole_sequence(gloo: GlooPool) -> None:
     for compiled, expected in gloo.run(2, compiled_formula):
         torch.testing.assert_close(compiled, expected, rtol=1e-9, atol=1e-12)
+
+
+def encoder_compiled_against_one_device(ranks: int) -> float:
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("sp",))
+    with float64():
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 4, 24, 0.0, batch_first=True)
+        single = nn.TransformerEncoder(layer, 2, nn.LayerNorm(16))
+    model, x = copy.deepcopy(single), numbers(2, 9, 16)
+    parallelize_module(model, mesh, UlyssesPlan())
+    model(x)
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    for each in (model, single):
+        each.zero_grad()
+        (each(x) * numbers(2, 9, 16, seed=1)).mean().backward()
+    worst = 0.0
+    for p, q in zip(model.parameters(), single.parameters(), strict=True):
+        assert p.grad is not None, "a parameter without gradient"
+        assert q.grad is not None, "a parameter without gradient"
+        worst = max(worst, float((p.grad - q.grad).abs().max()))
+    return worst
+
+
+def test_torchs_encoder_layers_compile_to_one_graph_each(gloo: GlooPool) -> None:
+    for worst in gloo.run(2, encoder_compiled_against_one_device, 2, timeout=240):
+        assert worst < 1e-11

@@ -17,9 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ulysses_dtensor import PlanError, UlyssesPlan, bypass, count_collectives, explain, parallelize_module
+from ulysses_dtensor.calls import Call, hidden_options
 from ulysses_dtensor.certificate import certify
+from ulysses_dtensor.layout import as_layout
 from ulysses_dtensor.multihead import multi_head_attention
 from ulysses_dtensor.testing import run_on_mesh
+from ulysses_dtensor.trees import tree_flatten
 
 # The function
 
@@ -319,6 +322,20 @@ def test_what_is_one_tensor_stays_one() -> None:
     assert_equals_one_device(seeded(Looking), {"ids": ids_of(2, 9)}, 2)
 
 
+def options(*args: Any, inputs: dict[str, str] | None = None) -> list[dict[int, int]]:
+    leaves, spec = tree_flatten((args, {}))
+    layouts = {name: as_layout(text) for name, text in (inputs or {}).items()}
+    return hidden_options(Call(nn.MultiheadAttention(4, 2), leaves, spec, layouts, {"sp": 2}))
+
+
+def test_one_tensor_in_several_places_is_one_hidden_state() -> None:
+    x, y = numbers(2, 9, 4), numbers(2, 9, 4)
+    assert options(x, x, x) == [{0: 1, 1: 1, 2: 1}, {0: 0, 1: 0, 2: 0}]
+    assert options(x, y, x) == [{0: 1, 2: 1}, {0: 0, 2: 0}, {1: 1}, {1: 0}]
+    assert options(x, x, y, inputs={"query": "b (sp s) d", "value": "b s d"}) == [{0: 1, 1: 1}, {0: 1, 1: 1}, {1: 0}]
+    assert options(x, x, y, inputs={"query": "b s d", "key": "(sp s) b d"}) == [{1: 0}, {2: 1}, {2: 0}]
+
+
 class AroundLayer(nn.Module):
     def __init__(self, **how: Any) -> None:
         super().__init__()
@@ -440,7 +457,7 @@ def test_padding_in_inference_is_what_it_is_in_training() -> None:
         assert_close(out, expected, "output", 1e-9)
 
 
-def test_dropout_in_training_is_each_ranks_own() -> None:
+def test_dropout_in_training_runs() -> None:
     def train(mesh: DeviceMesh, model: nn.Module) -> list[torch.Tensor]:
         model = parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan())
         torch.manual_seed(0)

@@ -100,7 +100,7 @@ def multi_head_attention(
         if need_weights:  # torch's own softmax, other than SDPA's, gives NaN where nothing is to be looked at
             mask = mask.masked_fill((mask == -torch.inf).all(-1, keepdim=True), torch.nan)
 
-    q, k, v = (x.unflatten(-1, (num_heads, width // num_heads)).permute(1, 2, 0, 3) for x in (q, k, v))
+    q, k, v = (x.reshape(-1, batch, num_heads, width // num_heads).permute(1, 2, 0, 3) for x in (q, k, v))
     out = sdpa(q, k, v, mask, dropout_p if training else 0.0, is_causal)  # (N, H, L, D)
     out = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     withheld = _withheld(q, k, is_batched, average_attn_weights) if need_weights else None
@@ -142,7 +142,7 @@ def _merged(
                 f"{_WHO}: attn_mask={tuple(attn_mask.shape)} is neither (L, S) nor ({batch * num_heads}, L, S)."
             )
         mask = _to_add(attn_mask, dtype)
-        mask = mask[None, None] if mask.ndim == 2 else mask.unflatten(0, (batch, num_heads))
+        mask = mask[None, None] if mask.ndim == 2 else mask.reshape(batch, num_heads, *mask.shape[1:])
     if key_padding_mask is not None:
         if key_padding_mask.ndim != 2 or key_padding_mask.shape[0] != batch:
             raise PlanError(f"{_WHO}: key_padding_mask={tuple(key_padding_mask.shape)} is not ({batch}, S).")
