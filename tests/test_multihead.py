@@ -108,6 +108,8 @@ def test_the_function_is_torchs_own(arguments: dict[str, Any]) -> None:
         outcome(function, arguments) for function in (F.multi_head_attention_forward, plain)
     )
     assert shape == found_shape
+    if expected[0].isnan().any():  # a row with everything masked, whose gradients are as meaningless
+        found, expected = found[:1], expected[:1]
     for number, (x, y) in enumerate(zip(found, expected, strict=True)):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11, equal_nan=True, msg=f"tensor {number}: {x} for {y}")
 
@@ -323,9 +325,11 @@ def test_what_is_one_tensor_stays_one() -> None:
 
 
 def options(*args: Any, inputs: dict[str, str] | None = None) -> list[dict[int, int]]:
+    """Returns the candidates for the hidden state of a call of an attention."""
     leaves, spec = tree_flatten((args, {}))
     layouts = {name: as_layout(text) for name, text in (inputs or {}).items()}
-    return hidden_options(Call(nn.MultiheadAttention(4, 2), leaves, spec, layouts, {"sp": 2}))
+    call = Call(nn.MultiheadAttention(4, 2), leaves, spec, layouts, None, {"sp": 2})
+    return [option.hidden for option in hidden_options(call)]
 
 
 def test_one_tensor_in_several_places_is_one_hidden_state() -> None:

@@ -72,7 +72,7 @@ def test_a_wrong_factor_of_gradients_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_attention_over_ones_own_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from ulysses_dtensor import inside
 
-    monkeypatch.setattr(inside, "sharded_sdpa", lambda *args, tokens, group, **kwargs: SDPA(*args, **kwargs))
+    monkeypatch.setattr(inside, "sharded_sdpa", lambda *args, tokens, group, strategy, **kwargs: SDPA(*args, **kwargs))
     report = reports((ids_of(2, 9),))[0]
     assert not report.passed
     assert report.output_error > 1e-3
@@ -156,7 +156,7 @@ def test_a_result_without_tensors_does_not_pass() -> None:
 def test_whole_numbers_must_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     from ulysses_dtensor import inside
 
-    monkeypatch.setattr(inside, "sharded_sdpa", lambda *args, tokens, group, **kwargs: SDPA(*args, **kwargs))
+    monkeypatch.setattr(inside, "sharded_sdpa", lambda *args, tokens, group, strategy, **kwargs: SDPA(*args, **kwargs))
     report = reports(
         (ids_of(2, 40),), model=Wrapped(lambda out: out.argsort(-1)), loss_fn=lambda out: out.sum() * torch.ones(())
     )[0]

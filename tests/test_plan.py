@@ -92,7 +92,7 @@ def test_sharded_outputs_carry_their_placement() -> None:
 def test_the_check_itself_fails_without_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "ulysses_dtensor.inside.sharded_sdpa",
-        lambda *args, tokens, group, **named: F.scaled_dot_product_attention(*args, **named),
+        lambda *args, tokens, group, strategy, **named: F.scaled_dot_product_attention(*args, **named),
     )
     with pytest.raises(AssertionError, match="relative error"):
         assert_sample_equals_one_device(ZOO["rotary decoder"], 2, 9, 1, "replicate")
@@ -290,7 +290,6 @@ def test_rejects_a_second_conversion() -> None:
         pytest.param(
             lambda mesh: 2, r"parallelize_module: mesh=2 is a int, not a DeviceMesh\. Pass for example", id="number"
         ),
-        pytest.param(lambda mesh: mesh, r"has 2 dimensions\. Pass the sequence dimension alone", id="two dimensions"),
         pytest.param(
             lambda mesh: init_device_mesh("cpu", (4,)), r"has no dimension names\. Pass mesh_dim_names", id="no name"
         ),

@@ -213,7 +213,8 @@ class _Call:
             else:
                 kwargs[at] = x
         if heads.num_query == self.num_heads:
-            out = self.forward(*args, **kwargs)
+            with GlobalHeads(heads, self.num_heads):
+                out = self.forward(*args, **kwargs)
         else:
             own = (query.device, self.mesh.get_group())
             all_draw = not self.leaves_a_rank_out
