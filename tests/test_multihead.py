@@ -438,27 +438,32 @@ def test_inference_takes_no_way_around(kind: str, masks: str, mode: Any) -> None
         "attention": lambda: Alone(by_keywords),
     }
     model = seeded(builds[kind]).eval()
+    for part in model.modules():  # with nested tensors padding is refused
+        if isinstance(part, nn.TransformerEncoder) and masks in ("padding", "both"):
+            part.use_nested_tensor = False
     how = {} if kind == "attention" else MASKS[masks](2, 11)
     if kind == "layer":
         how = {name.replace("mask", "src_mask") if name == "mask" else name: mask for name, mask in how.items()}
     inputs = {"ids": ids_of(2, 11), **how}
     with mode():
         expected = call(copy.deepcopy(model), inputs)
-    own = ~padding(2, 11) if "src_key_padding_mask" in how else torch.ones(2, 11, dtype=torch.bool)
     for out, exchanges in run_on_mesh({"sp": 3}, in_inference, model, inputs, mode):
         assert exchanges == (4 if kind == "encoder" else 2)
-        # An encoder's fast path leaves zeros at padding, which its other path does not.
-        assert_close(out[own], expected[own], "output", 1e-9)
+        assert_close(out, expected, "output", 1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_padding_in_inference_is_what_it_is_in_training() -> None:
+def test_rejects_padding_where_torch_would_leave_it_out() -> None:
     model, inputs = seeded(Encoder).eval(), {"ids": ids_of(2, 11), "src_key_padding_mask": padding(2, 11)}
     expected = on_one_device(model, inputs).outputs[0]
     with torch.no_grad():
         assert not torch.allclose(call(copy.deepcopy(model), inputs)[padding(2, 11)], expected[padding(2, 11)])
-    for out, _ in run_on_mesh({"sp": 2}, in_inference, model, inputs, torch.no_grad):
-        assert_close(out, expected, "output", 1e-9)
+
+    def run(mesh: DeviceMesh) -> None:
+        with torch.no_grad():
+            call(parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan()), inputs)
+
+    assert "Make it with enable_nested_tensor=False" in refused(2, run)
 
 
 def test_dropout_in_training_runs() -> None:

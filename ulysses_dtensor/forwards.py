@@ -19,7 +19,7 @@ from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.inside import Inside
 from ulysses_dtensor.leftovers import tensors_in
-from ulysses_dtensor.multihead import NO_WEIGHTS, Withheld
+from ulysses_dtensor.multihead import NO_WEIGHTS, Withheld, refuse_nested_tensors
 from ulysses_dtensor.passes import in_backward
 from ulysses_dtensor.probe import Decision, Mixes, probe
 from ulysses_dtensor.region import Region
@@ -56,11 +56,15 @@ def _ancestor_forward(
     module: nn.Module, region: Region, name: str, original: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
     call = _own(module, original)
-    if region.bypassed or region.active:
+    if region.bypassed:
+        return call(*args, **kwargs)
+    if region.active:
+        refuse_nested_tensors(module, args, kwargs)
         return call(*args, **kwargs)
     problem = None
     left: list[torch.Tensor] = []
     try:
+        refuse_nested_tensors(module, args, kwargs)
         _check_inputs(region, args, kwargs)
         region.declared_len = declared_length(module, args, kwargs, region.inputs, region.axes)
         left = gradients.check_reducers(module, region.mesh, args, kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ulysses_dtensor.errors import PlanError
 
@@ -189,3 +190,22 @@ def _projected(
 def _withheld(q: torch.Tensor, k: torch.Tensor, is_batched: bool, averaged: bool) -> Withheld:
     shape = (*((q.shape[0],) * is_batched), *(() if averaged else (q.shape[1],)), q.shape[2], k.shape[2])
     return torch.Tensor._make_wrapper_subclass(Withheld, shape, dtype=q.dtype, device=q.device)
+
+
+def refuse_nested_tensors(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses an encoder where torch, on one device, would leave out padding: it puts zeros there, which a mode keeps it from.
+
+    Raises:
+        PlanError: this is an `nn.TransformerEncoder` in inference with nested tensors on and a padding mask.
+    """
+    if not isinstance(module, nn.TransformerEncoder) or not module.use_nested_tensor:
+        return
+    names = ("src", "mask", "src_key_padding_mask")
+    padding = kwargs.get(names[2], args[2] if len(args) > 2 else None)
+    trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+    if padding is not None and not module.training and not trained:
+        raise PlanError(
+            "nn.TransformerEncoder: in eval() without gradients torch leaves out padded tokens on one device and gives zeros for "
+            "them, which differs from what it gives in training and from what it gives in shards. Make it with "
+            "enable_nested_tensor=False, or set encoder.use_nested_tensor = False."
+        )
