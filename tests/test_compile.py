@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
+from flex_models import ByName, CompiledByName, flex_model
 from gloo import GlooPool
 from model_zoo import WIDTH, RotaryDecoder, float64, ids_of, numbers
 from torch import nn
@@ -60,6 +62,55 @@ def compiled_against_one_device(ranks: int, wrap: bool) -> float:
 @pytest.mark.parametrize("wrap", [False, True], ids=["alone", "under FSDP2"])
 def test_blocks_compile_to_one_graph_each(gloo: GlooPool, wrap: bool) -> None:
     for worst in gloo.run(2, compiled_against_one_device, 2, wrap, timeout=240):
+        assert worst < 1e-9
+
+
+class Formula(nn.Module):
+    """An attention called with q, k and v that no function mode could see."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+class FormulaBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.inner = nn.Linear(WIDTH, 3 * WIDTH), Formula()
+
+    def forward(self, x: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        return x + self.inner(q, k, v).transpose(1, 2).reshape(batch, tokens, width)
+
+
+def forward_of_compiled_blocks(ranks: int, case: str) -> float:
+    """Returns how far compiled blocks are from one device; without gradients."""
+    warnings.simplefilter("ignore")  # of an uncompiled FlexAttention
+    plan = UlyssesPlan()
+    if case == "declared":
+        plan = UlyssesPlan(attention={"*inner": UlyssesAttention("b h (sp s) d -> b (sp h) s d")})
+        with float64():
+            torch.manual_seed(0)
+            model: nn.Module = WithoutTables(block=FormulaBlock)
+    else:
+        model = flex_model("window of each head", "slopes", 6, 2, block=ByName if case == "flex" else CompiledByName)
+    single = copy.deepcopy(model)
+    parallelize_module(model, init_device_mesh("cpu", (ranks,), mesh_dim_names=("sp",)), plan)
+    worst = 0.0
+    with torch.no_grad():
+        model(ids_of(2, 9))
+        for block in model.layers:  # type: ignore[union-attr] - a ModuleList
+            block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+        for seq_len in (9, 10, 9):
+            out, expected = model(ids_of(2, seq_len)), single(ids_of(2, seq_len))
+            worst = max(worst, float((out - expected).abs().max() / expected.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("case", ["declared", "flex", "compiled flex"])
+def test_attentions_in_compiled_blocks_see_the_whole_sequence(gloo: GlooPool, case: str) -> None:
+    """If torch has moved what `flex.mode_is_open` asks, these see a shard alone."""
+    for worst in gloo.run(2, forward_of_compiled_blocks, 2, case, timeout=240):
         assert worst < 1e-9
 
 

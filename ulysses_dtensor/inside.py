@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ulysses_dtensor.attend import attend
 from ulysses_dtensor.collectives import all_reduce_max
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.flex import seen_flex, sharded_flex
+from ulysses_dtensor.flex import mode_is_open, seen_flex, sharded_flex
 from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.multihead import multi_head_attention
 from ulysses_dtensor.randomness import DRAWS, IDLE, own_random_state, refuse_draw
@@ -190,8 +190,7 @@ def declared_attention(
         PlanError: no block is running, and the ranks' tensors differ in length.
     """
     tensors, dims = (query, key, value), {"seq_dim": seq_dim, "head_dim": head_dim, "mesh": mesh}
-    # While torch.compile traces, it says no where only a mode is open: the tokens at hand would pass for the whole sequence.
-    if torch.compiler.is_compiling() or has_torch_function(tensors):
+    if mode_is_open():
         return handle_torch_function(declared_attention, tensors, *tensors, call, **dims)
     if mesh is None:
         return call(query, key, value, heads_of(query.shape[head_dim], key.shape[head_dim], 1, 0))
