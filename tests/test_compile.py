@@ -127,17 +127,17 @@ def test_a_block_compiled_before_its_first_forward_says_what_to_do(gloo: GlooPoo
         gloo.run(2, compiled_first, 2, timeout=120)
 
 
-class Formula(nn.Module):
+class Scaled(nn.Module):
     """Attention by hand: no function in it is one that a block looks for."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return (q @ k.mT * scale.view(-1, 1, 1)).softmax(-1) @ v
 
 
-class FormulaBlock(nn.Module):
+class ScaledBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.inner = nn.Linear(WIDTH, 3 * WIDTH), Formula()
+        self.qkv, self.inner = nn.Linear(WIDTH, 3 * WIDTH), Scaled()
         self.scale = nn.Parameter(torch.rand(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ def compiled_formula() -> tuple[torch.Tensor, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))
     with float64():
         torch.manual_seed(0)
-        model = WithoutTables(block=FormulaBlock)
+        model = WithoutTables(block=ScaledBlock)
     single = copy.deepcopy(model)
     style = UlyssesAttention("b h (sp s) d -> b (sp h) s d", per_head={"scale": "h -> (sp h)"})
     parallelize_module(model, mesh, UlyssesPlan(attention={"layers.*.inner": style}))

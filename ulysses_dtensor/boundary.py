@@ -9,7 +9,7 @@ place where something left must bring back the whole instead; the gradient's gra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
+
+
+T = TypeVar("T", bound=torch.Tensor)
 
 
 def enter(x: torch.Tensor, mesh: DeviceMesh, dim: int | None, seq_len: int) -> torch.Tensor:
@@ -81,10 +84,11 @@ def leave(x: DTensor, on_backward: Callable[[], None]) -> torch.Tensor:
     return _Leave.apply(x, on_backward)
 
 
-def noticed(x: DTensor, on_backward: Callable[[], None]) -> DTensor:
-    """Returns `x` itself, of which `on_backward` is called when a gradient arrives."""
-    _check_way(x)
-    if x.grad_fn is not None:
+def noticed(x: T, on_backward: Callable[[], None]) -> T:
+    """Returns `x` itself, of which `on_backward` is called when a gradient arrives (not in compiled code)."""
+    if isinstance(x, DTensor):
+        _check_way(x)
+    if x.grad_fn is not None and not torch.compiler.is_compiling():
         x.register_hook(lambda _: on_backward())
     return x
 

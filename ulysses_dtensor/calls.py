@@ -106,8 +106,13 @@ def hidden_options(call: Call) -> list[Option]:
     for at, dim in call.held.items():
         groups.setdefault(call.seq_len({at: dim}), {})[at] = dim
     held = [Option(dims, *_beside(groups, length)) for length, dims in groups.items()]
+    several = [dims for dims in groups.values() if len(dims) > 1]
     options = held + [Option(dims, tuple(groups.values())) for dims in _plain(call)]
-    return options + [Option(each.hidden, (), _merged(each.contexts)) for each in options if each.contexts]
+    options += [Option(each.hidden, (), _merged(each.contexts)) for each in options if each.contexts]
+    # Of sequences of one length, too, one may have to be gathered: a memory of which the block takes the mean.
+    for at, dim in ((at, dim) for dims in several for at, dim in dims.items()):
+        options.append(Option({at: dim}, (), {other: cut for other, cut in call.held.items() if other != at}))
+    return options
 
 
 def _beside(groups: dict[int, Dims], length: int) -> tuple[tuple[Dims, ...]]:
@@ -138,14 +143,27 @@ def _plain(call: Call) -> list[Dims]:
 
 
 def call_key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Returns what two calls share for which the probe's decision is the same. Can be traced by torch.compile."""
+    """Returns what two calls share for which the probe's decision is the same. Can be traced by torch.compile.
+
+    Of sizes it is which are equal and which larger, over all tensors, and which are zero or one.
+    """
     training = tuple(part.training for part in module.modules())
-    parts = [(argument, tree_flatten(value)[0]) for argument, value in (*enumerate(args), *kwargs.items())]
-    tensors = [x for _, leaves in parts for x in leaves if isinstance(x, torch.Tensor)]
-    floating = [x for x in tensors if x.is_floating_point() and x.ndim >= 2]
-    reference = tuple(floating[0].shape) if floating else ()
+    parts = [(argument, value, tree_flatten(value)[0]) for argument, value in (*enumerate(args), *kwargs.items())]
+    tensors = [x for _, _, leaves in parts for x in leaves if isinstance(x, torch.Tensor)]
+    sizes = sorted({int(size) for x in tensors for size in x.shape})
+    order = {size: (at, size if size < 2 else None) for at, size in enumerate(sizes)}
     same = tuple(next(at for at, other in enumerate(tensors) if other is x) for x in tensors)
-    return (name, training, same, *((argument, *(_kind(x, reference) for x in leaves)) for argument, leaves in parts))
+    described = ((argument, _structure(value), *(_kind(x, order) for x in leaves)) for argument, value, leaves in parts)
+    return (name, training, same, *described)
+
+
+def _structure(value: Any) -> Hashable:
+    """Returns how a nested argument is put together: kinds of containers, and keys."""
+    if isinstance(value, dict):
+        return ("dict", *((key, _structure(item)) for key, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *(_structure(item) for item in value))
+    return None
 
 
 def nature(module: nn.Module) -> Hashable:
@@ -160,11 +178,12 @@ def nature(module: nn.Module) -> Hashable:
     )
 
 
-def _kind(x: Any, reference: tuple[int, ...]) -> Hashable:
+def _kind(x: Any, order: Mapping[int, Hashable]) -> Hashable:
     if isinstance(x, torch.Tensor):
-        relations = tuple((bool(size == other), bool(size > other)) for size in x.shape for other in reference)
+        relations = tuple(order[int(size)] for size in x.shape)
         cut = getattr(x.placements[0], "dim", None) if isinstance(x, DTensor) else None
-        return (isinstance(x, DTensor), cut, x.ndim, x.dtype, relations)
+        flag = x.dtype == torch.bool and x.numel() == 1 and x.device.type == "cpu" and not torch.compiler.is_compiling()
+        return (isinstance(x, DTensor), cut, x.ndim, x.dtype, relations, bool(x) if flag else None)
     if x is None or isinstance(x, (bool, int, float, str)):
         return (type(x).__name__, x)
     return type(x).__name__

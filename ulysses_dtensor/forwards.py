@@ -316,6 +316,8 @@ def _run_local(
     outputs, out_spec = tree_flatten(result)
     spare = [p for key, p in module.named_parameters() if key in found.spare and not isinstance(p, DTensor)]
     for at, (x, dim) in enumerate(zip(outputs, found.outputs, strict=True)):
+        if dim is None and isinstance(x, torch.Tensor):
+            noticed(x, region.reducer)
         if dim is not None:
             outputs[at] = shard(gradients.tie(x, spare), region.mesh, dim, seq_len, region.reducer)
     return tree_unflatten(outputs, out_spec)
