@@ -235,6 +235,13 @@ def is_behind_leave(x: torch.Tensor) -> bool:
     return any(node.name() in _LEAVING for node in graph_nodes([x], until=_ENTERING))
 
 
+def holds_unannounced(x: torch.Tensor) -> bool:
+    """Whether a module's result on its own tokens was made of something that left a region, other than by way of `enter`."""
+    if torch.compiler.is_compiling():
+        return False
+    return any(node.name() in ("_ShardBackward", "_LeaveBackward") for node in graph_nodes([x], until=_ENTERING))
+
+
 _ENTERING = frozenset({"_LocalBackward", "_EnterBehindBackward", "_SharedBackward"})
 _LEAVING = frozenset({"_ShardBackward", "_LeaveBackward", "CheckpointFunctionBackward"})
 

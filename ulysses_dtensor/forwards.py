@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ulysses_dtensor import agreement, gradients
-from ulysses_dtensor.boundary import enter, is_shard_of, leave, local_of, noticed, shard
+from ulysses_dtensor.boundary import enter, holds_unannounced, is_shard_of, leave, local_of, noticed, shard
 from ulysses_dtensor.calls import Call, call_key, declared_length, hidden_options, nature
 from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.inside import Inside
+from ulysses_dtensor.inside import UNANNOUNCED, Inside
 from ulysses_dtensor.leftovers import tensors_in
 from ulysses_dtensor.multihead import NO_WEIGHTS, Withheld, refuse_nested_tensors
 from ulysses_dtensor.passes import in_backward
@@ -313,11 +313,14 @@ def _run_local(
     )
     with inside, region.running():
         result = call(*args, **kwargs)
+    inside.check()
     outputs, out_spec = tree_flatten(result)
     spare = [p for key, p in module.named_parameters() if key in found.spare and not isinstance(p, DTensor)]
     for at, (x, dim) in enumerate(zip(outputs, found.outputs, strict=True)):
+        if isinstance(x, torch.Tensor) and holds_unannounced(x):
+            raise PlanError(UNANNOUNCED)
         if dim is None and isinstance(x, torch.Tensor):
-            noticed(x, region.reducer)
+            outputs[at] = noticed(gradients.tie(x, spare) if x.requires_grad else x, region.reducer)
         if dim is not None:
             outputs[at] = shard(gradients.tie(x, spare), region.mesh, dim, seq_len, region.reducer)
     return tree_unflatten(outputs, out_spec)

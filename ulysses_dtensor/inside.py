@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ulysses_dtensor.attend import attend
@@ -67,6 +68,8 @@ class Inside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
+            raise PlanError(UNANNOUNCED)
         if func is F.scaled_dot_product_attention:
             return self.sdpa(*args, **kwargs)
         if func is seen_flex:
@@ -80,6 +83,18 @@ class Inside(TorchFunctionMode):
         if not self.seeded_alike:
             refuse_draw(func, kwargs)
         return func(*args, **kwargs)
+
+    def check(self) -> None:
+        """Refuses a run with fewer attention calls than were proven: those that ran may have been taken for others.
+
+        Raises:
+            PlanError: there were fewer.
+        """
+        if self.calls < len(self.attentions):
+            raise PlanError(
+                f"UlyssesPlan: attention was called {self.calls} times, {len(self.attentions)} when the block was proven. Which "
+                "attentions run must be decided by the module's own switches or by arguments of Python, not by a tensor's value."
+            )
 
     def sdpa(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
@@ -163,6 +178,12 @@ class Inside(TorchFunctionMode):
             each.tokens(local, self.lengths, ranks, rank) for each, local in zip(held, lengths, strict=True)
         )
         return of_query, of_key
+
+
+UNANNOUNCED = (
+    "UlyssesPlan: a block uses a hidden state that it was not given as an argument (an attribute, an object of one's own). Pass it "
+    "as an argument, or in a tuple, list or dictionary."
+)
 
 
 def declared_attention(

@@ -85,7 +85,8 @@ def probe(
     started = time.perf_counter()
     trouble: list[Rejected] = []
     with torch.inference_mode(False), _fresh_caches(), telling_parameters(module):
-        told = {id(x): telling(x) for x in leaves if isinstance(x, torch.Tensor)}
+        # A single value may decide which way the module goes: it stays what it is.
+        told = {id(x): telling(x) for x in leaves if isinstance(x, torch.Tensor) and x.numel() != 1}
         leaves = [told.get(id(x), x) for x in leaves]
 
         def trials() -> Iterator[Trial]:
@@ -113,15 +114,21 @@ def probe(
 def _passed(
     trials: Iterator[Trial], fixed: Mapping[int, int | None], trouble: list[Rejected]
 ) -> Iterator[tuple[Trial, Verdict]]:
-    """Yields what passes: first what gives a result per token, then what gives whole results alone (learned queries)."""
-    later = []
+    """Yields what passes, best first: a result per token for the longest sequence, then whole results alone.
+
+    Where the block returns a whole stream beside the one per token (text and image), it may work the other way round too.
+    """
+    streams, later = [], []
     for trial in trials:
         verdict = trial.verdict(trouble)
-        if verdict is not None:
-            found = _with_fewest_cuts(trial, verdict, fixed)
-            if any(dim is not None for dim in found[1][0]):
-                yield found
-            later.append(found)
+        if verdict is None:
+            continue
+        found = _with_fewest_cuts(trial, verdict, fixed)
+        per_token = any(dim is not None for dim in found[1][0])
+        if per_token and not trial.returns_whole_stream:
+            yield found
+        (streams if per_token else later).append(found)
+    yield from sorted(streams, key=lambda found: -found[0].seq_len)
     yield from later
 
 

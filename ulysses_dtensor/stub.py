@@ -86,7 +86,8 @@ class AttentionStub(TorchFunctionMode):
         ):
             raise PlanError(
                 f"its attention mask {tuple(attn_mask.shape)} is made from the tokens at hand ({query.shape[-2]}), not "
-                "from the whole sequence. Make it before the blocks and pass it to them"
+                "from the whole sequence. Make it before the blocks and pass it to them; pass it twice where the block uses it for "
+                "each token too"
             )
         return self._attention(query, key, value, -2, -3, (*flags, attn_mask is None))
 

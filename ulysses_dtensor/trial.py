@@ -81,6 +81,10 @@ class Trial(Tryout):
             if not all(untouched(a, b, each, clean) for a, b, each in calls):
                 raise Rejected(5, TAINTED)
         self._compare_gradients(everything, some, dims)
+        self.returns_whole_stream = any(
+            dim is None and isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim >= 3
+            for x, dim in zip(whole.outputs, dims, strict=True)
+        )
         return dims, held, drops_of(whole, part, self._subset(some), held)
 
     def _subset(self, at: list[int]) -> Subset:

@@ -60,7 +60,7 @@ class Tryout:
     ) -> None:
         self.call, self.module, self.leaves, self.spec = call, module, leaves, spec
         self.option, self.sliced, self.seq_len, self.attentions = option, sliced, seq_len, attentions
-        self.hidden = option.hidden
+        self.hidden, self.returns_whole_stream = option.hidden, False
         sizes = {size for x in leaves if isinstance(x, torch.Tensor) for size in x.shape} | {seq_len}
         sizes |= {size for p in module.parameters() for size in p.shape}
         # No count of tokens that the module sees, nor what is left of it, equals any size that it has: a coincidence would tell
@@ -68,7 +68,7 @@ class Tryout:
         self.some = next(n for n in itertools.chain((5, 6, 7, 4, 3), itertools.count(8)) if n not in sizes)
         fits = (n for n in itertools.count(max(11, self.some + 6)) if not {n, n - self.some} & sizes)
         self.tokens = next(fits)
-        self.context_tokens = [next(fits) + at for at, _ in enumerate((*option.contexts, option.gathered))]
+        self.context_tokens = [next(fits) + at for at, _ in enumerate(option.contexts)]
 
     def run(
         self,
@@ -100,8 +100,9 @@ class Tryout:
         leaves = list(self.leaves)
         made: dict[tuple[int, int], torch.Tensor] = {}
         for number, dims in enumerate((*self.option.contexts, self.option.gathered)):
-            count = self.context_tokens[number]
             for leaf, dim in dims.items():
+                gathered = number == len(self.option.contexts)  # comes whole, with masks of its own length beside it
+                count = self.leaves[leaf].shape[dim] if gathered else self.context_tokens[number]
                 key = (id(self.leaves[leaf]), dim)
                 if key not in made:
                     index = self.index(contexts.get(number, list(range(count))), leaves[leaf])
