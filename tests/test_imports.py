@@ -25,6 +25,7 @@ FLOORS = (
     "attention",
     "per_head",
     "forwards",
+    "decisions",
     "tail",
     "deferred",
     "region",

@@ -22,7 +22,7 @@ from ulysses_dtensor.inside import OwnDraws, declared_attention
 from ulysses_dtensor.layout import Layout, chunk
 from ulysses_dtensor.meshes import sequence_mesh
 from ulysses_dtensor.per_head import Given, PerHead, bind_per_head, call_with_heads, given_per_head, parse_per_head
-from ulysses_dtensor.randomness import own_kernel_draws
+from ulysses_dtensor.randomness import IDLE, own_kernel_draws
 from ulysses_dtensor.tokens import Tokens
 from ulysses_dtensor.trees import tree_flatten
 
@@ -218,8 +218,8 @@ class _Call:
         else:
             own = (query.device, self.mesh.get_group())
             all_draw = not self.leaves_a_rank_out
-            draws = (OwnDraws(*own, all_draw=all_draw), own_kernel_draws(*own, all_draw=all_draw))
-            with draws[0], draws[1], GlobalHeads(heads, self.num_heads):
+            own_draws = OwnDraws(*own, refused="" if all_draw else IDLE)
+            with own_draws, own_kernel_draws(*own, all_draw=all_draw), GlobalHeads(heads, self.num_heads):
                 out = call_with_heads(self.forward, self.module, self.given, heads, tuple(args), kwargs)
         if not isinstance(out, torch.Tensor):
             raise PlanError(

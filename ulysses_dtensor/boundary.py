@@ -23,10 +23,9 @@ from ulysses_dtensor.passes import graph_nodes, in_backward
 from ulysses_dtensor.redistribute import redistribute
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
-
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -232,18 +231,25 @@ def is_behind_leave(x: torch.Tensor) -> bool:
 
     What a module made of its tokens, and every rank holds whole (a text stream of joint attention), has not left.
     """
-    return any(node.name() in _LEAVING for node in graph_nodes([x], until=_ENTERING))
+    return _stems_from(x, _LEAVING | {"CheckpointFunctionBackward"})
 
 
 def holds_unannounced(x: torch.Tensor) -> bool:
     """Whether a module's result on its own tokens was made of something that left a region, other than by way of `enter`."""
-    if torch.compiler.is_compiling():
-        return False
-    return any(node.name() in ("_ShardBackward", "_LeaveBackward") for node in graph_nodes([x], until=_ENTERING))
+    return not torch.compiler.is_compiling() and _stems_from(x, _LEAVING)
+
+
+def _stems_from(x: torch.Tensor, kinds: frozenset[str]) -> bool:
+    return any(node.name() in kinds for node in graph_nodes([x], until=_ENTERING))
 
 
 _ENTERING = frozenset({"_LocalBackward", "_EnterBehindBackward", "_SharedBackward"})
-_LEAVING = frozenset({"_ShardBackward", "_LeaveBackward", "CheckpointFunctionBackward"})
+_LEAVING = frozenset({"_ShardBackward", "_LeaveBackward"})
+
+
+def holds_dtensor(values: Iterable[Any], kinds: tuple[type, ...] = (DTensor,)) -> bool:
+    """Whether a DTensor, or another of these kinds, is among some values, or in a list or tuple among them."""
+    return any(isinstance(x, kinds) or (isinstance(x, (list, tuple)) and holds_dtensor(x, kinds)) for x in values)
 
 
 def _axis(mesh: DeviceMesh) -> str:

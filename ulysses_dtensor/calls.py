@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,12 +29,13 @@ class Option:
     """A candidate for what holds tokens in a call, by leaf number.
 
     `hidden` holds the tokens that the result is per. `contexts` are other sequences held in shards, of which attention's keys
-    are made; `gathered` are such sequences that are gathered first.
+    are made; `gathered` are such sequences that are gathered first. `is_held`: the hidden state is in shards already.
     """
 
     hidden: Dims
     contexts: tuple[Dims, ...] = ()
     gathered: Dims = field(default_factory=dict)
+    is_held: bool = False
 
 
 class Call:
@@ -105,22 +106,20 @@ def hidden_options(call: Call) -> list[Option]:
     groups: dict[int, Dims] = {}
     for at, dim in call.held.items():
         groups.setdefault(call.seq_len({at: dim}), {})[at] = dim
-    held = [Option(dims, *_beside(groups, length)) for length, dims in groups.items()]
-    several = [dims for dims in groups.values() if len(dims) > 1]
-    options = held + [Option(dims, tuple(groups.values())) for dims in _plain(call)]
-    options += [Option(each.hidden, (), _merged(each.contexts)) for each in options if each.contexts]
+    options = [
+        Option(dims, tuple(other for size, other in groups.items() if size != length), is_held=True)
+        for length, dims in groups.items()
+    ]
+    options += [Option(dims, tuple(groups.values())) for dims in _plain(call)]
+    for each in [each for each in options if each.contexts]:
+        options.append(
+            replace(each, contexts=(), gathered={at: dim for dims in each.contexts for at, dim in dims.items()})
+        )
     # Of sequences of one length, too, one may have to be gathered: a memory of which the block takes the mean.
-    for at, dim in ((at, dim) for dims in several for at, dim in dims.items()):
-        options.append(Option({at: dim}, (), {other: cut for other, cut in call.held.items() if other != at}))
+    for at, dim in ((at, dim) for dims in groups.values() if len(dims) > 1 for at, dim in dims.items()):
+        others = {other: cut for other, cut in call.held.items() if other != at}
+        options.append(Option({at: dim}, gathered=others, is_held=True))
     return options
-
-
-def _beside(groups: dict[int, Dims], length: int) -> tuple[tuple[Dims, ...]]:
-    return (tuple(dims for other, dims in groups.items() if other != length),)
-
-
-def _merged(groups: tuple[Dims, ...]) -> Dims:
-    return {at: dim for dims in groups for at, dim in dims.items()}
 
 
 def _plain(call: Call) -> list[Dims]:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ulysses_dtensor.attend import routes_of
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.flex import empty_flex, seen_flex, show_flex
+from ulysses_dtensor.flex import FlexCall, empty_flex, seen_flex, show_flex
 from ulysses_dtensor.heads import heads_of
 from ulysses_dtensor.inside import declared_attention
 from ulysses_dtensor.layout import mesh_sizes
@@ -265,9 +265,10 @@ class _Record(TorchFunctionMode):
             causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
             self._add([tuple(x.shape) for x in tensors], -2, -3, tensors[0].element_size(), causal=bool(causal))
         elif func is seen_flex:
-            tensors = _qkv(args[1:], kwargs)
-            self._add([tuple(x.shape) for x in tensors], -2, -3, tensors[0].element_size(), declared=True)
-            return empty_flex(*args, **kwargs)
+            flex = FlexCall(*args, **kwargs)
+            shapes = [tuple(x.shape) for x in (flex.query, flex.key, flex.value)]
+            self._add(shapes, -2, -3, flex.query.element_size(), declared=True)
+            return empty_flex(flex)
         elif func is F.multi_head_attention_forward:
             heads = args[4]
             shapes = [(x.shape[1] if x.ndim > 2 else 1, heads, x.shape[0], args[3] // heads) for x in args[:3]]

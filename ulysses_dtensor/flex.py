@@ -8,7 +8,8 @@ calls what it stands in for.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,8 +24,6 @@ from ulysses_dtensor.reading import Reading, readings
 from ulysses_dtensor.tokens import Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed import ProcessGroup
 
 
@@ -98,73 +97,112 @@ def _uncompiled(function: Any) -> Any:
     return getattr(function, "_torchdynamo_orig_callable", function)
 
 
-def sharded_flex(
-    original: Callable[..., Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    score_mod: Mod | None = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: Any = None,
-    tokens: tuple[Tokens, Tokens],
-    group: ProcessGroup,
-) -> Any:
+class FlexCall(NamedTuple):
+    """The arguments of one call of `flex_attention`, as torch has them, behind the function to call."""
+
+    original: Callable[..., Any]
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    score_mod: Mod | None = None
+    block_mask: Any = None
+    scale: float | None = None
+    enable_gqa: bool = False
+    return_lse: bool = False
+    kernel_options: Any = None
+    return_aux: Any = None
+
+    @property
+    def wanted(self) -> list[str]:
+        """The names of what is returned beside the output, in order."""
+        if self.return_aux is None:
+            return ["lse"] if self.return_lse else []
+        return [name for name in ("lse", "max_scores") if getattr(self.return_aux, name)]
+
+    @property
+    def statistics(self) -> torch.dtype:
+        """The dtype in which torch gives what it returns beside the output."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    def check(self) -> None:
+        """Refuses a call that cannot be cut by heads.
+
+        Raises:
+            PlanError: there is no head axis, heads do not fit, or the block mask cannot be cut to some of them.
+        """
+        query, key = self.query, self.key
+        if query.ndim != 4:
+            raise PlanError(f"flex_attention: query has {query.ndim} dims. Give (batch, heads, tokens, head size).")
+        if query.shape[1] != key.shape[1] and not self.enable_gqa:
+            raise PlanError(
+                f"flex_attention: {query.shape[1]} query heads and {key.shape[1]} kv heads. Pass enable_gqa=True, or repeat the "
+                "kv heads."
+            )
+        if self.block_mask is not None:
+            check_block_mask(self.block_mask, query, query.shape[1])
+
+    def run(self) -> Any:
+        """Returns what the function gives for these arguments as they are."""
+        return self.original(*self[1:-1], **self._more)
+
+    def on_heads(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> Any:
+        """Returns the output, and what is wanted beside it in one tuple, of whole sequences of some heads."""
+        key, value = pair_kv(key, value, heads, head_dim=1)
+        mods = (score_mod_of(self.score_mod, heads), block_mask_of(self.block_mask, heads))
+        gqa = query.shape[1] != key.shape[1]
+        result = self.original(
+            query, key, value, *mods, self.scale, gqa, self.return_lse, self.kernel_options, **self._more
+        )
+        if self.return_aux is None:
+            return result
+        return (result[0], *(getattr(result[1], name) for name in self.wanted)) if self.wanted else result[0]
+
+    @property
+    def _more(self) -> dict[str, Any]:
+        return {} if self.return_aux is None else {"return_aux": self.return_aux}
+
+    def returned(self, out: torch.Tensor, others: Sequence[torch.Tensor]) -> Any:
+        """Returns the output and what is wanted beside it in the form that torch has for this call."""
+        if self.return_aux is not None:
+            return out, torch_flex.AuxOutput(**dict(zip(self.wanted, others, strict=True)))
+        return (out, *others) if self.return_lse else out
+
+
+def sharded_flex(call: FlexCall, *, tokens: tuple[Tokens, Tokens], group: ProcessGroup) -> Any:
     """Returns this rank's tokens of `flex_attention` over the whole sequence.
 
     Args:
-        original: what to call on whole sequences of this rank's heads: torch's function, compiled or not.
-        query: local (B, H, S/P, D).
-        key: local (B, H_kv, S/P, D).
-        value: local (B, H_kv, S/P, D_v).
-        score_mod: as in torch; sees global numbers of heads and tokens.
-        block_mask: of the whole sequence; with one head, or with all of which each rank takes its own.
-        scale: as in torch.
-        enable_gqa: as in torch.
-        return_lse: as in torch; (B, H, S/P).
-        kernel_options: as in torch.
-        return_aux: as in torch; each (B, H, S/P).
+        call: query local (B, H, S/P, D), key and value local with H_kv heads. `score_mod` and `mask_mod` see global numbers of
+            heads and tokens; `block_mask` is of the whole sequence, with one head or with all, of which each rank takes its
+            own. What is returned beside the output is (B, H, S/P).
         tokens: of the query, and of key and value.
         group: the ranks among which the sequence is cut.
 
     Raises:
         PlanError: the block mask is not of the whole sequence, or the call cannot be cut by heads.
     """
-    wanted = _wanted(return_lse, return_aux)
-    _check(query, key, enable_gqa, block_mask)
+    call.check()
     lengths = (tokens[0].total, tokens[1].total)
-    if block_mask is not None and tuple(block_mask.seq_lengths) != lengths:
+    if call.block_mask is not None and tuple(call.block_mask.seq_lengths) != lengths:
         raise PlanError(
-            f"flex_attention: block_mask is of {tuple(block_mask.seq_lengths)} tokens, the whole sequence of {lengths}. Make it "
-            "from the whole sequence before the blocks."
+            f"flex_attention: block_mask is of {tuple(call.block_mask.seq_lengths)} tokens, the whole sequence of {lengths}. Make "
+            "it from the whole sequence before the blocks."
         )
-    if _uncompiled(original) is torch_flex.flex_attention and query.device.type == "cpu":
-        problem = _problem_on_cpu(any(x.requires_grad for x in (query, key, value)), "max_scores" in wanted)
+    operands, wanted = (call.query, call.key, call.value), call.wanted
+    if _uncompiled(call.original) is torch_flex.flex_attention and call.query.device.type == "cpu":
+        problem = _problem_on_cpu(any(x.requires_grad for x in operands), "max_scores" in wanted)
         if problem:
             raise PlanError(f"flex_attention: {problem}")
 
-    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> Any:
-        result = _call_on_heads(
-            original, query, key, value, score_mod, block_mask, scale, return_lse, kernel_options, return_aux, heads
-        )
-        if return_aux is not None:
-            return (result[0], *(getattr(result[1], name) for name in wanted)) if wanted else result[0]
-        return result
-
     def without_heads(query: torch.Tensor, value: torch.Tensor) -> Any:
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
-        others = [query.new_zeros(query.shape[:-1], dtype=_statistics(query)) for _ in wanted]
+        others = [query.new_zeros(query.shape[:-1], dtype=call.statistics) for _ in wanted]
         return (out, *others) if wanted else out
 
-    result = attend(
-        query, key, value, call, seq_dim=2, head_dim=1, tokens=tokens, group=group, without_heads=without_heads
-    )
+    dims = {"seq_dim": 2, "head_dim": 1}
+    result = attend(*operands, call.on_heads, tokens=tokens, group=group, without_heads=without_heads, **dims)
     out, *others = result if wanted else (result,)
-    return _as_returned(out, others, return_lse, return_aux)
+    return call.returned(out, others)
 
 
 class GlobalHeads(TorchFunctionMode):
@@ -202,21 +240,7 @@ class GlobalHeads(TorchFunctionMode):
         return original(query, key, value, score_mod, block_mask, *args, **kwargs)
 
 
-def stub_flex(
-    attention: Callable[..., torch.Tensor],
-    original: Callable[..., Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    score_mod: Mod | None = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: Any = None,
-) -> Any:
+def stub_flex(attention: Callable[..., torch.Tensor], call: FlexCall) -> Any:
     """Returns what the probe sees of a call: `attention(query, key, value, seq_dim, head_dim, flags)`, of each token alone.
 
     The flags hold what must not depend on the tokens at hand, also what score_mod and block_mask hold in their closures.
@@ -224,92 +248,24 @@ def stub_flex(
     Raises:
         PlanError: the block mask is made from the tokens at hand, or the call cannot be cut by heads.
     """
-    _check(query, key, enable_gqa, block_mask)
-    if block_mask is not None and query.shape[2] in block_mask.seq_lengths:
+    call.check()
+    seen = call.query.shape[2]
+    if call.block_mask is not None and seen in call.block_mask.seq_lengths:
         raise PlanError(
-            f"its block_mask {tuple(block_mask.shape)} is made from the tokens at hand ({query.shape[2]}), not from the whole "
+            f"its block_mask {tuple(call.block_mask.shape)} is made from the tokens at hand ({seen}), not from the whole "
             "sequence. Make it before the blocks and pass it to them"
         )
-    flags = ("flex_attention", scale, bool(enable_gqa), described("score_mod", score_mod))
-    out = attention(query, key, value, -2, -3, (*flags, described("block_mask", block_mask)))
-    wanted = _wanted(return_lse, return_aux)
-    statistics = [out.sum(-1).to(_statistics(query)) for _ in wanted]
-    return _as_returned(out, statistics, return_lse, return_aux)
+    mods = (described("score_mod", call.score_mod), described("block_mask", call.block_mask))
+    flags = ("flex_attention", call.scale, bool(call.enable_gqa), *mods)
+    out = attention(call.query, call.key, call.value, -2, -3, flags)
+    return call.returned(out, [out.sum(-1).to(call.statistics) for _ in call.wanted])
 
 
-def empty_flex(
-    original: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *args: Any,
-    return_lse: bool = False,
-    return_aux: Any = None,
-    **kwargs: Any,
-) -> Any:
+def empty_flex(call: FlexCall) -> Any:
     """Returns what a call of `flex_attention` would return, not computed: for dry runs on fake tensors."""
-    return_lse = args[4] if len(args) > 4 else return_lse
-    statistics = [query.new_empty(query.shape[:-1], dtype=_statistics(query)) for _ in _wanted(return_lse, return_aux)]
-    return _as_returned(query.new_empty((*query.shape[:-1], value.shape[-1])), statistics, return_lse, return_aux)
-
-
-def _call_on_heads(
-    original: Callable[..., Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    score_mod: Mod | None,
-    block_mask: Any,
-    scale: float | None,
-    return_lse: bool,
-    kernel_options: Any,
-    return_aux: Any,
-    heads: Heads,
-) -> Any:
-    key, value = pair_kv(key, value, heads, head_dim=1)
-    more = {} if return_aux is None else {"return_aux": return_aux}
-    return original(
-        query,
-        key,
-        value,
-        score_mod_of(score_mod, heads),
-        block_mask_of(block_mask, heads),
-        scale,
-        query.shape[1] != key.shape[1],
-        return_lse,
-        kernel_options,
-        **more,
-    )
-
-
-def _check(query: torch.Tensor, key: torch.Tensor, enable_gqa: bool, block_mask: Any) -> None:
-    if query.ndim != 4:
-        raise PlanError(f"flex_attention: query has {query.ndim} dims. Give (batch, heads, tokens, head size).")
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise PlanError(
-            f"flex_attention: {query.shape[1]} query heads and {key.shape[1]} kv heads. Pass enable_gqa=True, or repeat the "
-            "kv heads."
-        )
-    if block_mask is not None:
-        check_block_mask(block_mask, query, query.shape[1])
-
-
-def _wanted(return_lse: bool, return_aux: Any) -> list[str]:
-    """Returns the names of what is returned beside the output, in order."""
-    if return_aux is None:
-        return ["lse"] if return_lse else []
-    return [name for name in ("lse", "max_scores") if getattr(return_aux, name)]
-
-
-def _statistics(query: torch.Tensor) -> torch.dtype:
-    """Returns the dtype in which torch gives what it returns beside the output."""
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
-def _as_returned(out: torch.Tensor, others: list[torch.Tensor], return_lse: bool, return_aux: Any) -> Any:
-    if return_aux is not None:
-        return out, torch_flex.AuxOutput(**dict(zip(_wanted(return_lse, return_aux), others, strict=True)))
-    return (out, *others) if return_lse else out
+    query, value = call.query, call.value
+    others = [query.new_empty(query.shape[:-1], dtype=call.statistics) for _ in call.wanted]
+    return call.returned(query.new_empty((*query.shape[:-1], value.shape[-1])), others)
 
 
 @functools.lru_cache(maxsize=4)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,20 +15,18 @@ from torch.distributed.tensor import DTensor
 
 from ulysses_dtensor import agreement, gradients
 from ulysses_dtensor.boundary import enter, holds_unannounced, is_shard_of, leave, local_of, noticed, shard
-from ulysses_dtensor.calls import Call, call_key, declared_length, hidden_options, nature
+from ulysses_dtensor.calls import declared_length
+from ulysses_dtensor.decisions import decide, possible_lengths
 from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.inside import UNANNOUNCED, Inside
 from ulysses_dtensor.leftovers import tensors_in
 from ulysses_dtensor.multihead import NO_WEIGHTS, Withheld, refuse_nested_tensors
 from ulysses_dtensor.passes import in_backward
-from ulysses_dtensor.probe import Decision, Mixes, probe
+from ulysses_dtensor.probe import Decision
 from ulysses_dtensor.region import Region
 from ulysses_dtensor.tail import Tail
 from ulysses_dtensor.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
-
-if TYPE_CHECKING:
-    pass
 
 
 def convert_block(module: nn.Module, region: Region, name: str, attentions: tuple[nn.Module, ...]) -> None:
@@ -158,7 +157,7 @@ def _block_forward(
             raise PlanError(
                 f"UlyssesPlan: block {name} was called by itself. Call the converted model, or run the block under bypass."
             )
-        lengths = _possible_lengths(module, region, leaves, spec)
+        lengths = possible_lengths(module, region, leaves, spec)
         if not lengths:
             raise PlanError(
                 f"UlyssesPlan: {name} ({type(module).__name__}) is given no tensor that could be the hidden state. Pass it as an "
@@ -166,7 +165,7 @@ def _block_forward(
             )
         if all(region.is_short(seq_len) for seq_len in lengths):
             return _run_whole(call, region, args, kwargs)
-    found = _decide(call, module, region, name, leaves, spec, attentions)
+    found = decide(call, module, region, name, leaves, spec, attentions)
     assert found is not None  # a block that mixes raised
     hidden = dict(found.hidden)
     seq_len = next(leaves[at].shape[dim] for at, dim in hidden.items())
@@ -198,7 +197,7 @@ def _beside_forward(
     leaves, spec = tree_flatten((args, kwargs))
     if not any(is_shard_of(x, region.mesh) for x in leaves):
         return call(*args, **kwargs)
-    found = _decide(call, module, region, name, leaves, spec, None)
+    found = decide(call, module, region, name, leaves, spec, None)
     if found is None:
         leaves = [_gathered(x, region) for x in leaves]
         versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]
@@ -215,62 +214,6 @@ def _beside_forward(
         return result
     seq_len = next(leaves[at].shape[dim] for at, dim in found.hidden)
     return _run_local(call, module, region, name, found, leaves, spec, seq_len)
-
-
-def _decide(
-    call: Callable[..., Any],
-    module: nn.Module,
-    region: Region,
-    name: str,
-    leaves: list[Any],
-    spec: TreeSpec,
-    attentions: tuple[nn.Module, ...] | None,
-) -> Decision | None:
-    """Returns the probe's decision on a call like this one, made at the first; None: a module beside the blocks mixes."""
-    key = call_key(name, module, *tree_unflatten(leaves, spec))
-    if torch.compiler.is_compiling() and region.input_sizes == "":  # read here, so that it is guarded
-        raise PlanError(f"UlyssesPlan: {name} is compiled outside a forward of its model.")
-    # A recompute goes the way that its forward went, whatever hooks have come since.
-    now = None if torch.compiler.is_compiling() or in_backward() else nature(module)
-    if key in region.decisions and (now is None or region.natures[key] == now):
-        return region.decisions[key]
-    if torch.compiler.is_compiling():
-        raise PlanError(
-            f"UlyssesPlan: {name} is called in a new way while it is compiled. Run the model once eagerly with such inputs "
-            "(torch.compiler.set_stance('force_eager')), so that its tokens can be proven to stay apart."
-        )
-    if in_backward() and attentions is not None:
-        raise PlanError(
-            f"UlyssesPlan: {name} is recomputed as its forward did not run. After a forward under bypass, run the backward under "
-            "bypass too."
-        )
-    described = Call(module, leaves, spec, region.inputs, region.mesh, region.axes)
-    made = {id(x): torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in leaves if is_shard_of(x, region.mesh)}
-    stand_ins = [made.get(id(x), x) for x in leaves]
-    try:
-        with region.running():
-            found: Decision | None = probe(
-                call,
-                module,
-                stand_ins,
-                spec,
-                hidden_options(described),
-                seq_len=described.seq_len,
-                fixed=described.declared,
-                attentions=attentions or (),
-                who=f"UlyssesPlan: {name} ({type(module).__name__})",
-            )
-    except Mixes:
-        if attentions is not None:
-            raise
-        found = None
-    region.decisions[key], region.natures[key] = found, now
-    return found
-
-
-def _possible_lengths(module: nn.Module, region: Region, leaves: list[Any], spec: TreeSpec) -> list[int]:
-    described = Call(module, leaves, spec, region.inputs, region.mesh, region.axes)
-    return [described.seq_len(option.hidden) for option in hidden_options(described)]
 
 
 def _gathered(x: Any, region: Region) -> Any:
@@ -353,6 +296,4 @@ def _own(module: nn.Module, original: Callable[..., Any] | None) -> Callable[...
 
 
 def _signature(module: nn.Module) -> Any:
-    import inspect
-
     return inspect.signature(module.forward)

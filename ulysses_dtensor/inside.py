@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ulysses_dtensor.attend import attend
+from ulysses_dtensor.boundary import holds_dtensor
 from ulysses_dtensor.collectives import all_reduce_max
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.flex import mode_is_open, seen_flex, sharded_flex
+from ulysses_dtensor.flex import FlexCall, mode_is_open, seen_flex, sharded_flex
 from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.multihead import multi_head_attention
-from ulysses_dtensor.randomness import DRAWS, IDLE, own_random_state, refuse_draw
+from ulysses_dtensor.randomness import DRAWS, own_random_state, refuse_draw
 from ulysses_dtensor.sdpa import sharded_sdpa
 from ulysses_dtensor.strategy import ULYSSES, Strategy
 from ulysses_dtensor.tokens import Held, Tokens
@@ -68,12 +68,12 @@ class Inside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
+        if holds_dtensor((args, list(kwargs.values()))):
             raise PlanError(UNANNOUNCED)
         if func is F.scaled_dot_product_attention:
             return self.sdpa(*args, **kwargs)
         if func is seen_flex:
-            return self.flex(*args, **kwargs)
+            return self.flex(FlexCall(*args, **kwargs))
         if func is declared_attention:
             return self.declared(*args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -102,18 +102,18 @@ class Inside(TorchFunctionMode):
         """Runs `scaled_dot_product_attention`, its arguments as torch has them."""
         tokens = self.next_tokens(query, key, -2)
         if tokens is None:
+            if draws(F.scaled_dot_product_attention, (query, key, value, *args), kwargs) and not self.seeded_alike:
+                raise PlanError(ALIKE)
             return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
         options = {"tokens": tokens, "group": self.group, "strategy": self.strategy}
         return sharded_sdpa(query, key, value, *args, **kwargs, **options)
 
-    def flex(
-        self, original: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Runs `flex_attention`, its arguments as torch has them, by `original`."""
-        tokens = self.next_tokens(query, key, -2)
+    def flex(self, call: FlexCall) -> Any:
+        """Runs `flex_attention`."""
+        tokens = self.next_tokens(call.query, call.key, -2)
         if tokens is None:
-            return original(query, key, value, *args, **kwargs)
-        return sharded_flex(original, query, key, value, *args, **kwargs, tokens=tokens, group=self.group)
+            return call.run()
+        return sharded_flex(call, tokens=tokens, group=self.group)
 
     def declared(
         self,
@@ -129,7 +129,9 @@ class Inside(TorchFunctionMode):
         """Runs an attention that was declared by layout."""
         tokens = self.next_tokens(query, key, seq_dim)
         if tokens is None:
-            return call(query, key, value, heads_of(query.shape[head_dim], key.shape[head_dim], 1, 0))
+            refused = nullcontext() if self.seeded_alike else OwnDraws(query.device, self.group, refused=ALIKE)
+            with refused:
+                return call(query, key, value, heads_of(query.shape[head_dim], key.shape[head_dim], 1, 0))
         return attend(query, key, value, call, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=self.group)
 
     def drop(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -142,10 +144,7 @@ class Inside(TorchFunctionMode):
             with own_random_state(args[0].device, self.group):
                 return func(*args, **kwargs)
         if not self.seeded_alike:
-            raise PlanError(
-                "UlyssesPlan: a dropout of what every rank holds, or of whole features, must be the same on all ranks. "
-                "Seed the ranks of a sequence group alike."
-            )
+            raise PlanError(ALIKE)
         if others is None:
             return func(*args, **kwargs)
         x, ranks, rank = args[0], dist.get_world_size(self.group), dist.get_rank(self.group)
@@ -180,6 +179,10 @@ class Inside(TorchFunctionMode):
         return of_query, of_key
 
 
+ALIKE = (
+    "UlyssesPlan: a dropout of what every rank holds, or of whole features, must be the same on all ranks. Seed the ranks of a "
+    "sequence group alike."
+)
 UNANNOUNCED = (
     "UlyssesPlan: a block uses a hidden state that it was not given as an argument (an attribute, an object of one's own). Pass it "
     "as an argument, or in a tuple, list or dictionary."
@@ -244,17 +247,17 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class OwnDraws(TorchFunctionMode):
-    """Open while a declared attention runs on some of the heads: each rank draws numbers of its own."""
+    """Open while a declared attention runs on some of the heads: each rank draws numbers of its own, or is `refused` to."""
 
-    def __init__(self, device: torch.device, group: ProcessGroup, *, all_draw: bool) -> None:
+    def __init__(self, device: torch.device, group: ProcessGroup, *, refused: str = "") -> None:
         super().__init__()
-        self.device, self.group, self.all_draw = device, group, all_draw
+        self.device, self.group, self.refused = device, group, refused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)
-        if not self.all_draw:
-            raise PlanError(IDLE)
+        if self.refused:
+            raise PlanError(self.refused)
         with own_random_state(self.device, self.group):
             return func(*args, **kwargs)

@@ -200,8 +200,7 @@ def refuse_nested_tensors(module: nn.Module, args: Any, kwargs: Any) -> None:
     """
     if not isinstance(module, nn.TransformerEncoder) or not module.use_nested_tensor:
         return
-    names = ("src", "mask", "src_key_padding_mask")
-    padding = kwargs.get(names[2], args[2] if len(args) > 2 else None)
+    padding = args[2] if len(args) > 2 else kwargs.get("src_key_padding_mask")
     trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
     if padding is not None and not module.training and not trained:
         raise PlanError(

@@ -89,13 +89,12 @@ def probe(
         told = {id(x): telling(x) for x in leaves if isinstance(x, torch.Tensor) and x.numel() != 1}
         leaves = [told.get(id(x), x) for x in leaves]
 
-        def trials() -> Iterator[Trial]:
-            for option in options:
-                length = seq_len(option.hidden)
-                for sliced in _guesses(leaves, option, length, fixed):
-                    yield Trial(call, module, leaves, spec, option, sliced, length, tuple(attentions))
+        def trials(option: Option) -> Iterator[Trial]:
+            length = seq_len(option.hidden)
+            for sliced in _guesses(leaves, option, length, fixed):
+                yield Trial(call, module, leaves, spec, option, sliced, length, tuple(attentions))
 
-        for trial, (outputs, held, drops) in _passed(trials(), fixed, trouble):
+        for trial, (outputs, held, drops) in _passed(map(trials, options), fixed, trouble):
             return Decision(
                 hidden=tuple(trial.hidden.items()),
                 sliced=tuple(trial.sliced.items()),
@@ -112,20 +111,21 @@ def probe(
 
 
 def _passed(
-    trials: Iterator[Trial], fixed: Mapping[int, int | None], trouble: list[Rejected]
+    options: Iterator[Iterator[Trial]], fixed: Mapping[int, int | None], trouble: list[Rejected]
 ) -> Iterator[tuple[Trial, Verdict]]:
     """Yields what passes, best first: a result per token for the longest sequence, then whole results alone.
 
-    Where the block returns a whole stream beside the one per token (text and image), it may work the other way round too.
+    A block given whole streams that returns one of them whole (text and image) may work the other way round too.
     """
     streams, later = [], []
-    for trial in trials:
-        verdict = trial.verdict(trouble)
-        if verdict is None:
+    for trials in options:
+        passing = ((trial, verdict) for trial in trials if (verdict := trial.verdict(trouble)) is not None)
+        first = next(passing, None)
+        if first is None:
             continue
-        found = _with_fewest_cuts(trial, verdict, fixed)
+        found = _with_fewest_cuts(*first, fixed)
         per_token = any(dim is not None for dim in found[1][0])
-        if per_token and not trial.returns_whole_stream:
+        if per_token and (found[0].option.is_held or not found[0].returns_whole_stream):
             yield found
         (streams if per_token else later).append(found)
     yield from sorted(streams, key=lambda found: -found[0].seq_len)

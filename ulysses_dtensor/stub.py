@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ulysses_dtensor.compare import close
 from ulysses_dtensor.errors import PlanError
-from ulysses_dtensor.flex import seen_flex, stub_flex
+from ulysses_dtensor.flex import FlexCall, seen_flex, stub_flex
 from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.inside import DROPOUTS, declared_attention, draws, drops
 from ulysses_dtensor.multihead import multi_head_attention
@@ -53,7 +53,7 @@ class AttentionStub(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
         if func is seen_flex:
-            return stub_flex(self._attention, *args, **kwargs)
+            return stub_flex(self._attention, FlexCall(*args, **kwargs))
         if func is declared_attention:
             return self._declared(*args, **kwargs)
         if func is F.multi_head_attention_forward:

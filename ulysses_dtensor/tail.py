@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from ulysses_dtensor.boundary import dim_of, enter, is_shard_of, leave, local_of, shard
+from ulysses_dtensor.boundary import dim_of, enter, holds_dtensor, is_shard_of, leave, local_of, shard
 from ulysses_dtensor.deferred import Deferred, defer
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.randomness import refuse_draw
@@ -69,7 +69,7 @@ class Tail(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.seeded_alike:
             refuse_draw(func, kwargs)
-        if not _holds_dtensor(args) and not _holds_dtensor(kwargs.values()):
+        if not holds_dtensor((args, list(kwargs.values())), (DTensor, Deferred)):
             return func(*args, **kwargs)
         name = _name(func)
         held = [x for x in _tensors((args, kwargs)) if is_shard_of(x, self.mesh)]
@@ -139,12 +139,6 @@ def _broadcasts(shape: tuple[int, ...], x: torch.Tensor) -> bool:
 def _name(func: Any) -> str:
     name = getattr(func, "__name__", "")
     return func.__self__.__name__ if name == "__get__" else name
-
-
-def _holds_dtensor(values: Any) -> bool:
-    return any(
-        isinstance(x, (DTensor, Deferred)) or (isinstance(x, (list, tuple)) and _holds_dtensor(x)) for x in values
-    )
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

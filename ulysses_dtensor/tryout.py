@@ -68,7 +68,7 @@ class Tryout:
         self.some = next(n for n in itertools.chain((5, 6, 7, 4, 3), itertools.count(8)) if n not in sizes)
         fits = (n for n in itertools.count(max(11, self.some + 6)) if not {n, n - self.some} & sizes)
         self.tokens = next(fits)
-        self.context_tokens = [next(fits) + at for at, _ in enumerate(option.contexts)]
+        self.context_tokens = [next(fits) for _ in option.contexts]
 
     def run(
         self,
