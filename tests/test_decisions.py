@@ -236,12 +236,12 @@ def test_of_two_streams_the_longer_is_cut(sizes: tuple[int, int]) -> None:
         seen.append((x.shape[1], y.shape[1]))
         return joint(block, x, y)
 
-    run_on_mesh(
-        {"sp": 2},
-        lambda mesh: parallelize_module(seeded(lambda: Model(forward)), mesh, UlyssesPlan())(
-            tokens(sizes[0]), text=tokens(sizes[1], 1)
-        ),
-    )
+    model, inputs = seeded(lambda: Model(forward)), (tokens(sizes[0]), tokens(sizes[1], 1))
+
+    def run(mesh: DeviceMesh) -> None:
+        parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan())(inputs[0], text=inputs[1])
+
+    run_on_mesh({"sp": 2}, run)
     assert seen[-1] == tuple(12 if size == 24 else size for size in sizes)
 
 
