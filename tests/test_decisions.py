@@ -15,7 +15,7 @@ from one_device import Run, assert_runs_equal, call, gradients_of, refused, whol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ulysses_dtensor import UlyssesPlan, parallelize_module
+from ulysses_dtensor import PlanError, UlyssesPlan, parallelize_module
 from ulysses_dtensor.testing import run_on_mesh
 
 
@@ -195,6 +195,19 @@ def test_a_memory_in_shards_of_which_the_mean_is_taken(length: int) -> None:
     assert_calls_equal_one_device(seeded(lambda: Model(forward, encoders=1)), calls)
 
 
+def test_a_memory_as_long_as_the_hidden_state_of_which_the_mean_is_taken() -> None:
+    """Behind an encoder each: both are in shards then."""
+
+    def forward(block: Block, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        return (x + block.a(x, m)) * (1 + block.linear(m.mean(1, keepdim=True)))
+
+    def both_encoded(model: Model, block: nn.Module, x: torch.Tensor, others: dict[str, Any]) -> Any:
+        return block(others["m"], others["n"])
+
+    calls = [{"x": tokens(13), "m": tokens(13, 1), "n": tokens(13, 2)}]
+    assert_calls_equal_one_device(seeded(lambda: Model(forward, encoders=2, call_of=both_encoded)), calls)
+
+
 @pytest.mark.parametrize("length", [12, 13])
 def test_a_memory_zeroed_and_masked_by_one_mask(length: int) -> None:
     def forward(block: Block, x: torch.Tensor, m: torch.Tensor, pad: torch.Tensor) -> torch.Tensor:
@@ -274,17 +287,35 @@ def left_before(model: Model, block: nn.Module, x: torch.Tensor, others: dict[st
     return block(x, SimpleNamespace(gate=model.linear(others["m"].mean(1, keepdim=True))))
 
 
-@pytest.mark.parametrize("call_of", [in_object, joined_in_object, on_attribute, left_before])
-def test_rejects_hidden_states_that_are_no_arguments(call_of: Any) -> None:
-    model = seeded(lambda: Model(gated, encoders=1, call_of=call_of))
+def assert_unannounced(model: nn.Module, *, gradients: bool = False) -> None:
+    """Checks that all ranks refuse the block alike; the encoder in front of it has made its exchanges then."""
 
     def run(mesh: DeviceMesh) -> str:
         ours = parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan())
-        with pytest.raises(Exception, match="uses a hidden state that it was not given as an argument") as error:
+        with (
+            torch.set_grad_enabled(gradients),
+            pytest.raises(PlanError, match="uses a hidden state that it was not given as an argument") as error,
+        ):
             ours(tokens(13), m=tokens(7, 1))
         return str(error.value)
 
     assert len(set(run_on_mesh({"sp": 2}, run))) == 1
+
+
+@pytest.mark.parametrize("call_of", [in_object, joined_in_object, on_attribute, left_before])
+def test_rejects_hidden_states_that_are_no_arguments(call_of: Any) -> None:
+    assert_unannounced(seeded(lambda: Model(gated, encoders=1, call_of=call_of)), gradients=True)
+
+
+def test_rejects_a_number_read_from_a_hidden_state_that_is_no_argument() -> None:
+    """Without gradients nothing of the result shows that it was used."""
+
+    def forward(block: Block, x: torch.Tensor, held: Any) -> torch.Tensor:
+        return (x + block.a(x)) * held.memory.mean().item()
+
+    model = seeded(lambda: Model(forward, encoders=1, call_of=in_object))
+
+    assert_unannounced(model)
 
 
 def test_plain_values_in_an_object_are_no_hidden_states() -> None:
