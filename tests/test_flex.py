@@ -75,8 +75,8 @@ def heads(draw: st.DrawFn) -> tuple[int, int]:
 # Equal to one device
 
 
-@pytest.mark.parametrize("mask", MASKS)
 @given(
+    mask=st.sampled_from(list(MASKS)),
     score=st.sampled_from(SCORES),
     heads=heads(),
     ranks=st.integers(2, 4),
@@ -286,8 +286,7 @@ def declared() -> UlyssesPlan:
     return UlyssesPlan(attention={"*inner": UlyssesAttention("b h (sp s) d -> b (sp h) s d")})
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "window of each head"])
-@given(heads=st.integers(1, 7), ranks=st.integers(2, 4))
+@given(mask=st.sampled_from(["none", "causal", "window of each head"]), heads=st.integers(1, 7), ranks=st.integers(2, 4))
 def test_declared_attentions_number_heads_globally(mask: str, heads: int, ranks: int) -> None:
     ids = ids_of(2, 13)
     with float64():
