@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -216,10 +217,7 @@ class _Call:
             with GlobalHeads(heads, self.num_heads):
                 out = self.forward(*args, **kwargs)
         else:
-            own = (query.device, self.mesh.get_group())
-            all_draw = not self.leaves_a_rank_out
-            own_draws = OwnDraws(*own, refused="" if all_draw else IDLE)
-            with own_draws, own_kernel_draws(*own, all_draw=all_draw), GlobalHeads(heads, self.num_heads):
+            with on_some_heads(heads, self.num_heads, query.device, self.mesh):
                 out = call_with_heads(self.forward, self.module, self.given, heads, tuple(args), kwargs)
         if not isinstance(out, torch.Tensor):
             raise PlanError(
@@ -231,14 +229,28 @@ class _Call:
     @property
     def leaves_a_rank_out(self) -> bool:
         """Whether some rank has no head to call the module with."""
-        start, stop = chunk(0, self.num_heads, self.mesh.size(), self.mesh.size() - 1)
-        return start == stop
+        return leaves_a_rank_out(self.num_heads, self.mesh)
 
     @property
     def trained(self) -> list[torch.Tensor]:
         """What the module computes with besides query, key and value, where it may have a gradient."""
         own = [p for p in self.module.parameters() if not isinstance(p, DTensor)]
         return own + [each.x for each in self.given if each.at is not None]
+
+
+def leaves_a_rank_out(num_heads: int, mesh: DeviceMesh) -> bool:
+    """Whether some rank of `mesh` has none of so many heads."""
+    start, stop = chunk(0, num_heads, mesh.size(), mesh.size() - 1)
+    return start == stop
+
+
+@contextmanager
+def on_some_heads(heads: Heads, num_heads: int, device: torch.device, mesh: DeviceMesh) -> Iterator[None]:
+    """Runs an attention with a rank's heads of `num_heads`: what it draws is the rank's own, FlexAttention numbers globally."""
+    own, all_draw = (device, mesh.get_group()), not leaves_a_rank_out(num_heads, mesh)
+    own_draws = OwnDraws(*own, refused="" if all_draw else IDLE)
+    with own_draws, own_kernel_draws(*own, all_draw=all_draw), GlobalHeads(heads, num_heads):
+        yield
 
 
 def _checked_tokens(style: UlyssesAttention, mesh: DeviceMesh, tensors: tuple[Any, ...]) -> tuple[Tokens, Tokens]:

@@ -141,7 +141,9 @@ def _plain(call: Call) -> list[Dims]:
     return options
 
 
-def call_key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def call_key(
+    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Hashable = None
+) -> tuple[Hashable, ...]:
     """Returns what two calls share for which the probe's decision is the same. Can be traced by torch.compile.
 
     Of sizes it is which are equal and which larger, over all tensors, and which are zero or one.
@@ -153,7 +155,7 @@ def call_key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     order = {size: (at, size if size < 2 else None) for at, size in enumerate(sizes)}
     same = tuple(next(at for at, other in enumerate(tensors) if other is x) for x in tensors)
     described = ((argument, _structure(value), *(_kind(x, order) for x in leaves)) for argument, value, leaves in parts)
-    return (name, training, same, *described)
+    return (name, kind, training, same, *described)
 
 
 def _structure(value: Any) -> Hashable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -25,11 +25,18 @@ def decide(
     leaves: list[Any],
     spec: TreeSpec,
     attentions: tuple[nn.Module, ...] | None,
+    *,
+    kind: Hashable = None,
 ) -> Decision | None:
-    """Returns the probe's decision on a call like this one, made at the first; None: a module beside the blocks mixes."""
-    key = call_key(name, module, *tree_unflatten(leaves, spec))
+    """Returns the probe's decision on a call like this one, made at the first; None: a module beside the blocks mixes.
+
+    `kind` is what besides its arguments decides what a call returns.
+    """
+    key = call_key(name, module, *tree_unflatten(leaves, spec), kind)
     if torch.compiler.is_compiling() and region.input_sizes == "":  # read here, so that it is guarded
         raise PlanError(f"UlyssesPlan: {name} is compiled outside a forward of its model.")
+    if in_backward() and key not in region.decisions:  # what recorded in the forward may not record in the recompute
+        key = next((each for each in region.decisions if (each[0], *each[2:]) == (key[0], *key[2:])), key)
     # A recompute goes the way that its forward went, whatever hooks have come since.
     now = None if torch.compiler.is_compiling() or in_backward() else nature(module)
     if key in region.decisions and (now is None or region.natures[key] == now):

@@ -52,6 +52,11 @@ def _deferred(base: DTensor, start: int, stop: int, *, flat: bool) -> Deferred:
     return made
 
 
+def flat_rows(base: DTensor) -> Deferred:
+    """Returns all tokens of a region's tensor (B, S, V), cut at dim 1, as rows (B * S, V)."""
+    return _deferred(base, 0, base.shape[1], flat=True)
+
+
 def defer(
     func: Callable[..., Any],
     name: str,
@@ -92,7 +97,7 @@ def defer(
     return None
 
 
-def _slice(x: Deferred, index: Any) -> Deferred | None:
+def _slice(x: Deferred, index: Any) -> Deferred | DTensor | None:
     """Handles `x[:, a:b]`, `x[:, a:b, :]` and `x[..., a:b, :]`."""
     index = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in index:
@@ -107,11 +112,15 @@ def _slice(x: Deferred, index: Any) -> Deferred | None:
     ):
         return None
     start, stop, step = index[1].indices(x.stop - x.start)
+    if (x.start + start, x.start + stop, step) == (0, x.base.shape[1], 1):
+        return x.base
     return _deferred(x.base, x.start + start, x.start + max(start, stop), flat=False) if step == 1 else None
 
 
-def _flatten(func: Callable[..., Any], x: Deferred, args: Any, kwargs: Any) -> Deferred | None:
+def _flatten(func: Callable[..., Any], x: Deferred, args: Any, kwargs: Any) -> Deferred | DTensor | None:
     wanted = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args[1:], **kwargs).shape
+    if tuple(wanted) == tuple(x.base.shape) and (x.start, x.stop) == (0, x.base.shape[1]):
+        return x.base
     rows = (x.base.shape[0] * (x.stop - x.start), x.base.shape[2])
     return _deferred(x.base, x.start, x.stop, flat=True) if tuple(wanted) == rows else None
 
@@ -132,7 +141,7 @@ def _cross_entropy(
     tokens = x.stop - x.start
     if not x.flat or weight is not None or size_average is not None or reduce is not None or label_smoothing:
         return None
-    if reduction != "mean" or target.is_floating_point() or tuple(target.shape) != (batch * tokens,):
+    if reduction not in ("mean", "sum") or target.is_floating_point() or tuple(target.shape) != (batch * tokens,):
         return None
     labels = F.pad(target.view(batch, tokens), (x.start, seq_len - x.stop), value=ignore_index)
-    return cross_entropy(noticed(x.base, on_backward), labels, ignore_index=ignore_index)
+    return cross_entropy(noticed(x.base, on_backward), labels, ignore_index=ignore_index, reduction=reduction)

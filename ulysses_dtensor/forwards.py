@@ -24,6 +24,7 @@ from ulysses_dtensor.leftovers import tensors_in
 from ulysses_dtensor.multihead import NO_WEIGHTS, Withheld, refuse_nested_tensors
 from ulysses_dtensor.passes import in_backward
 from ulysses_dtensor.probe import Decision
+from ulysses_dtensor.recorder import recorder_of
 from ulysses_dtensor.region import Region
 from ulysses_dtensor.tail import Tail
 from ulysses_dtensor.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
@@ -54,16 +55,18 @@ def convert_ancestor(module: nn.Module, region: Region, name: str) -> None:
 def _ancestor_forward(
     module: nn.Module, region: Region, name: str, original: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
-    call = _own(module, original)
+    call, world, given = _own(module, original), region.world, kwargs
     if region.bypassed:
         return call(*args, **kwargs)
     if region.active:
         refuse_nested_tensors(module, args, kwargs)
-        return call(*args, **kwargs)
+        kwargs = world.before(module, args, kwargs)
+        return world.after(module, args, given, call(*args, **kwargs))
     problem = None
     left: list[torch.Tensor] = []
     try:
         refuse_nested_tensors(module, args, kwargs)
+        kwargs = world.before(module, args, kwargs)
         _check_inputs(region, args, kwargs)
         region.declared_len = declared_length(module, args, kwargs, region.inputs, region.axes)
         left = gradients.check_reducers(module, region.mesh, args, kwargs)
@@ -88,11 +91,12 @@ def _ancestor_forward(
     region.active += 1
     try:
         with Tail(region.mesh, region.reducer, seeded_alike=region.seeded_alike) as tail:
-            result = call(*args, **kwargs)
+            result = world.after(module, args, given, call(*args, **kwargs))
         tail.check()
     finally:
         region.active -= 1
-    return tree_map(lambda x: _out(x, region, tail), result)
+    kept = [id(x) for x in world.stays_in_shards(result)]
+    return tree_map(lambda x: _out(x, region, tail, kept), result)
 
 
 def _sizes(args: Any, kwargs: Any) -> str:
@@ -109,16 +113,17 @@ def _manner(module: nn.Module, name: str) -> tuple[object, ...]:
     return (name, module.training, torch.is_grad_enabled(), *autocast)
 
 
-def _out(x: Any, region: Region, tail: Tail) -> Any:
+def _out(x: Any, region: Region, tail: Tail, kept: list[int]) -> Any:
     if isinstance(x, Deferred):
         return x.whole(tail.whole)
     if isinstance(x, Withheld):
         raise PlanError(f"{region.who}: {NO_WEIGHTS}.")
     if is_shard_of(x, region.mesh):
-        return tail.whole(x) if region.outputs == "replicate" else noticed(x, region.reducer)
+        gathered = region.outputs == "replicate" and id(x) not in kept
+        return tail.whole(x) if gathered else noticed(x, region.reducer)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):  # a result that torch cannot look into
         for part in dataclasses.fields(x):
-            value = tree_map(lambda each: _out(each, region, tail), getattr(x, part.name, None))
+            value = tree_map(lambda each: _out(each, region, tail, kept), getattr(x, part.name, None))
             object.__setattr__(x, part.name, value)
     elif any(is_shard_of(held, region.mesh) or isinstance(held, Deferred) for held in tensors_in(x)):
         raise PlanError(
@@ -147,9 +152,38 @@ def _block_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    call = _own(module, original)
     if region.bypassed:
-        return call(*args, **kwargs)
+        return _own(module, original)(*args, **kwargs)
+    checkpoint = region.world.checkpoint(module)
+    proven = partial(_proven_block, module, region, name, attentions, original)
+    return proven(*args, **kwargs) if checkpoint is None else checkpoint(partial(proven, **kwargs), *args)
+
+
+def _proven_block(
+    module: nn.Module,
+    region: Region,
+    name: str,
+    attentions: tuple[nn.Module, ...],
+    original: Callable[..., Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    call = region.world.forward(module) if original is None else original
+    recorder = recorder_of(region)
+    if recorder is not None:
+        return recorder.put(_block_on_tokens(recorder.around(call), module, region, name, attentions, args, kwargs))
+    return _block_on_tokens(call, module, region, name, attentions, args, kwargs)
+
+
+def _block_on_tokens(
+    call: Callable[..., Any],
+    module: nn.Module,
+    region: Region,
+    name: str,
+    attentions: tuple[nn.Module, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     args, kwargs = _gathered_slices(region, args, kwargs)
     leaves, spec = tree_flatten((args, kwargs))
     if not any(is_shard_of(x, region.mesh) for x in leaves):
@@ -165,7 +199,7 @@ def _block_forward(
             )
         if all(region.is_short(seq_len) for seq_len in lengths):
             return _run_whole(call, region, args, kwargs)
-    found = decide(call, module, region, name, leaves, spec, attentions)
+    found = decide(call, module, region, name, leaves, spec, attentions, kind=getattr(call, "kind", None))
     assert found is not None  # a block that mixes raised
     hidden = dict(found.hidden)
     seq_len = next(leaves[at].shape[dim] for at, dim in hidden.items())
@@ -259,7 +293,8 @@ def _run_local(
     inside.check()
     outputs, out_spec = tree_flatten(result)
     spare = [p for key, p in module.named_parameters() if key in found.spare and not isinstance(p, DTensor)]
-    for at, (x, dim) in enumerate(zip(outputs, found.outputs, strict=True)):
+    out_dims = found.outputs[: len(outputs)] if in_backward() else found.outputs  # a recompute records nothing, last of all
+    for at, (x, dim) in enumerate(zip(outputs, out_dims, strict=True)):
         if isinstance(x, torch.Tensor) and holds_unannounced(x):
             raise PlanError(UNANNOUNCED)
         if dim is None and isinstance(x, torch.Tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,14 @@ def next_token_labels(labels: torch.Tensor, *, ignore_index: int = -100) -> torc
 
 
 def cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = -100, mesh: DeviceMesh | None = None
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """Returns the mean cross entropy over the valid tokens, the same number on every rank of the group.
+    """Returns the mean cross entropy over the valid tokens, or their sum, the same number on every rank of the group.
 
     Args:
         logits: global (B, S, V), a DTensor cut at its tokens as `UlyssesPlan(outputs="shard")` returns it; a plain whole
@@ -38,15 +43,18 @@ def cross_entropy(
         labels: global (B, S), plain, equal on the ranks of a sequence group; position `i` is the target of logits `i`
             (see `next_token_labels`).
         ignore_index: label of tokens that do not count.
+        reduction: `"mean"`, or `"sum"` for a count of one's own to divide by (valid tokens of all micro-batches).
         mesh: the mesh of all dp x sp ranks, to weigh tokens alike over dp too: the loss is then the mean over every
             token of all replicas, and gradients are right under a reducer that averages over that mesh. None: over the
             sequence group, and replicas average as data parallelism does.
 
     Raises:
-        PlanError: logits are not cut at their tokens, or shapes do not fit.
+        PlanError: logits are not cut at their tokens, shapes do not fit, or the reduction is neither.
 
     Communication: one all-reduce of one or two numbers forward, none backward.
     """
+    if reduction not in ("mean", "sum"):
+        raise PlanError(f"cross_entropy: reduction={reduction!r} is neither 'mean' nor 'sum'.")
     if labels.shape != logits.shape[:-1]:
         raise PlanError(f"cross_entropy: labels {tuple(labels.shape)} do not fit logits {tuple(logits.shape)}.")
     group_mesh = None
@@ -65,13 +73,15 @@ def cross_entropy(
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=ignore_index, reduction="sum"
     )
     if mesh is None:
-        return total / count if group_mesh is None else _Summed.apply(total, group_mesh.get_group(), 1) / count
+        total = total if group_mesh is None else _Summed.apply(total, group_mesh.get_group(), 1)
+        return total if reduction == "sum" else total / count
     # Where a sequence ran whole on every rank, total and count are both counted P times.
     group = group_of(mesh, mesh.mesh_dim_names or ())
     count = (labels != ignore_index).sum()
     all_reduce_sum(count, group)
     ranks = 1 if group_mesh is None else group_mesh.size()
-    return _Summed.apply(total, group, mesh.size() // ranks) / count
+    total = _Summed.apply(total, group, mesh.size() // ranks)
+    return total if reduction == "sum" else total / count
 
 
 class _Summed(torch.autograd.Function):

@@ -187,6 +187,11 @@ def _projected(
     )
 
 
+def withheld(weights: torch.Tensor) -> Withheld:
+    """Returns what stands for these weights."""
+    return torch.Tensor._make_wrapper_subclass(Withheld, weights.shape, dtype=weights.dtype, device=weights.device)
+
+
 def _withheld(q: torch.Tensor, k: torch.Tensor, is_batched: bool, averaged: bool) -> Withheld:
     shape = (*((q.shape[0],) * is_batched), *(() if averaged else (q.shape[1],)), q.shape[2], k.shape[2])
     return torch.Tensor._make_wrapper_subclass(Withheld, shape, dtype=q.dtype, device=q.device)

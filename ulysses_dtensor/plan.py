@@ -20,7 +20,7 @@ from ulysses_dtensor.flex import show_flex
 from ulysses_dtensor.forwards import convert_ancestor, convert_attention, convert_beside, convert_block
 from ulysses_dtensor.layout import Layout, LayoutLike, as_layout
 from ulysses_dtensor.meshes import checked_mesh, plan_mesh
-from ulysses_dtensor.models import plain
+from ulysses_dtensor.models import plain, world_of
 from ulysses_dtensor.region import Region, region_of
 from ulysses_dtensor.strategy import Strategy
 
@@ -83,7 +83,9 @@ class UlyssesPlan(ParallelStyle):
         found, problems = self.find(module, axes)
         if problems:
             raise PlanError(f"UlyssesPlan on {type(module).__name__}:\n  " + "\n  ".join(problems))
+        world = world_of(module)
         show_flex(module)
+        world.show_attention(module)
         region = Region(
             mesh,
             outputs=self.outputs,
@@ -93,6 +95,7 @@ class UlyssesPlan(ParallelStyle):
             strategy=self.strategy_on(axes),
             signature=f"{self!r} on {type(module).__name__}, blocks {', '.join(found.blocks)}",
             who=f"UlyssesPlan on {type(module).__name__}",
+            world=world,
         )
         for name, style in self._styles(module).items():
             if isinstance(style, UlyssesAttention):
@@ -131,7 +134,8 @@ class UlyssesPlan(ParallelStyle):
         for pattern in self.attention or {}:
             if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in model.named_modules()):
                 problems.append(f"attention pattern {pattern!r} matches no module.")
-        found = plain.find(model, {name: model.get_submodule(name) for name in styles})
+        world = world_of(model)
+        found = plain.find(model, {name: model.get_submodule(name) for name in styles}, world)
         if not found.attentions and not problems:
             problems.append(
                 "no module's forward calls torch.nn.functional.scaled_dot_product_attention or flex_attention, so nothing matches. "
@@ -143,6 +147,7 @@ class UlyssesPlan(ParallelStyle):
             if not converted and (region_of(module) is not None or is_declared(module)):
                 problems.append(f"{name or 'the model'} is converted already. Convert a model once.")
                 break
+        problems += world.problems(model, found.blocks)
         problems += self._input_problems(model, mesh, found)
         return found, problems
 

@@ -14,6 +14,7 @@ from ulysses_dtensor.gradients import ReduceAtEnd
 from ulysses_dtensor.layout import Layout
 from ulysses_dtensor.probe import Decision
 from ulysses_dtensor.strategy import Strategy
+from ulysses_dtensor.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,10 +34,11 @@ class Region:
         strategy: Strategy,
         signature: str,
         who: str,
+        world: World,
     ) -> None:
         self.mesh, self.outputs, self.check, self.inputs = mesh, outputs, check, dict(inputs)
         self.axes, self.strategy = dict(axes), strategy
-        self.signature, self.who = signature, who
+        self.signature, self.who, self.world = signature, who, world
         self.active = 0
         self.bypassed = 0
         self.inside = 0
@@ -60,6 +62,7 @@ class Region:
             strategy=self.strategy,
             signature=self.signature,
             who=self.who,
+            world=self.world,
         )
         copied.decisions, copied.natures = dict(self.decisions), dict(self.natures)
         return copied

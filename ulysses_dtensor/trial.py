@@ -173,7 +173,7 @@ class Trial(Tryout):
                 )
         for name, a in whole.parameters.items():
             b = 4.0 * sum(found.parameters[name] for found in (part, other) if name in found.parameters)
-            if not isinstance(b, torch.Tensor) or not close(a, b):
+            if not isinstance(b, torch.Tensor) or not close(a, b, is_sum=True):
                 raise Rejected(
                     5,
                     f"the gradient of its parameter {name} is not a sum over tokens (an auxiliary loss made from the tokens at "

@@ -10,6 +10,7 @@ from torch import nn
 
 from ulysses_dtensor.flex import calls_flex
 from ulysses_dtensor.reading import readings
+from ulysses_dtensor.world import World
 
 _ATTENTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -31,9 +32,11 @@ class Found:
     beside: tuple[str, ...]
 
 
-def find(model: nn.Module, declared: dict[str, nn.Module]) -> Found:
+def find(model: nn.Module, declared: dict[str, nn.Module], world: World) -> Found:
     """Returns what to convert in `model`: the attentions declared, or else found by reading what forward calls."""
-    attentions = declared or {name: m for name, m in model.named_modules() if calls_attention(m)}
+    attentions = declared or {
+        name: module for name, module in model.named_modules() if calls_attention(module) or world.calls_attention(module)
+    }
     blocks: dict[str, list[str]] = {}
     for name in attentions:
         blocks.setdefault(_block_of(model, name), []).append(name)
