@@ -34,7 +34,8 @@ def output_dims(whole: Run, part: Run, tokens: int, some: int) -> tuple[int | No
         if a.ndim != b.ndim or len(changed) > 1 or (changed and pairs[changed[0]] != (tokens, some)):
             raise Rejected(
                 4,
-                f"an output is {tuple(a.shape)} for {tokens} tokens and {tuple(b.shape)} for {some}: not per token",
+                f"an output is {tuple(a.shape)} for {tokens} tokens and {tuple(b.shape)} for {some}: not per token. Return each "
+                "sequence on its own, its tokens on a dim of their own",
             )
         dims.append(changed[0] if changed else None)
     return tuple(dims)

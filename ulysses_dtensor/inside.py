@@ -134,7 +134,19 @@ class Inside(TorchFunctionMode):
             refused = nullcontext() if self.seeded_alike else OwnDraws(query.device, self.group, refused=ALIKE)
             with refused:
                 return call(query, key, value, heads_of(query.shape[head_dim], key.shape[head_dim], 1, 0))
-        return attend(query, key, value, call, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=self.group)
+
+        def on_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> torch.Tensor:
+            try:
+                return call(query, key, value, heads)
+            except PlanError:
+                raise
+            except Exception as error:
+                raise PlanError(
+                    f"UlyssesAttention: a declared attention failed on the {heads.num_query} heads of a rank: {error} If it is "
+                    "given, or has, a tensor with a part for each head, name it in per_head={...}."
+                ) from error
+
+        return attend(query, key, value, on_heads, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=self.group)
 
     def drop(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Drops this rank's tokens by numbers of its own, and what every rank holds alike on all."""
