@@ -183,7 +183,61 @@ def test_rejects_fewer_attentions_than_were_proven() -> None:
         assert "attention was called 1 times, 2 when the block was proven" in second
 
 
+def given_by_mask(block: Block, x: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x + block.a(x, text if mask.any() else x)
+
+
+def joined_by_mask(block: Block, x: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x + block.a(x, torch.cat((text, x), 1) if mask.any() else x)
+
+
+@pytest.mark.parametrize("forward", [given_by_mask, joined_by_mask])
+def test_rejects_keys_chosen_by_the_values_of_a_mask(forward: Any) -> None:
+    """The probe gives a mask that is all zeros other values, which take another way."""
+    model, mask = seeded(lambda: Model(forward)), torch.zeros(2, 5, dtype=torch.bool)
+    inputs = {"x": tokens(13), "text": tokens(5, 1), "mask": mask}
+    message = refused(2, lambda mesh: call(parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan()), inputs))
+    assert "which tokens its attention gets depends on the values of an argument" in message
+    assert_calls_equal_one_device(model, [{**inputs, "mask": ~mask}])
+
+    def later(mesh: DeviceMesh) -> str:
+        ours = parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan())
+        call(ours, {**inputs, "mask": ~mask})
+        with pytest.raises(PlanError) as error:
+            call(ours, inputs)
+        return str(error.value)
+
+    for said in run_on_mesh({"sp": 2}, later):
+        assert "tokens that every rank should hold" in said
+
+
+@pytest.mark.parametrize("empty", ["any", "max"])
+def test_rejects_an_attention_that_tokens_values_skip(empty: str) -> None:
+    """Ranks whose tokens are padding alone would leave the others waiting."""
+
+    def forward(block: Block, x: torch.Tensor) -> torch.Tensor:
+        skipped = not x.any() if empty == "any" else x.abs().max() == 0
+        return x if skipped else x + block.a(x)
+
+    x = tokens(12)
+    x[:, 6:] = 0
+    model = seeded(lambda: Model(forward))
+    message = refused(2, lambda mesh: parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan())(x))
+    assert "whether its attention runs depends on its tokens' values" in message
+
+
 # What is used whole beside what is cut
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(2, 2), (12, 2), (13, 4), (3, 2)])
+def test_a_mask_made_from_a_memory_in_shards(length: int, ranks: int) -> None:
+    """With one token on a rank its mask would broadcast."""
+
+    def forward(block: Block, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        return x + block.a(x, m, (m.abs().sum(-1) < m.abs().sum(-1).mean())[:, None, None])
+
+    calls = [{"x": tokens(13), "m": tokens(length, 1)}]
+    assert_calls_equal_one_device(seeded(lambda: Model(forward, encoders=1)), calls, ranks)
 
 
 @pytest.mark.parametrize("length", [12, 13, 14])

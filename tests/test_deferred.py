@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from model_zoo import RotaryDecoder, float64, ids_of
+from model_zoo import WIDTH, RotaryDecoder, float64, ids_of
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from ulysses_dtensor import UlyssesPlan, bypass, count_collectives, parallelize_module
-from ulysses_dtensor.testing import run_on_mesh
+from ulysses_dtensor import PlanError, UlyssesPlan, bypass, count_collectives, parallelize_module
+from ulysses_dtensor.testing import full_value, run_on_mesh
 
 VOCABULARY = 11
 SHARDED = {
@@ -124,5 +127,91 @@ def test_deferred_logits_kept_past_the_forward_raise() -> None:
         return x.sum()
 
     run_on_mesh({"sp": 2}, both_ways, [with_loss(keep) for _ in range(2)], ids_of(2, 13), ids_of(2, 13), "replicate")
-    with pytest.raises(RuntimeError, match="held in shards until a loss or the end of the model's forward"):
+    with pytest.raises(PlanError, match="used where they cannot be followed"):
         kept[0].sum()
+
+
+# Slices and flattened views where code takes them unseen
+
+
+class Fused(torch.autograd.Function):
+    """A head and its loss in one, as fused kernels have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            loss = F.cross_entropy(F.linear(x, weight), labels)
+            ctx.save_for_backward(*torch.autograd.grad(loss, (x, weight)))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
+        return *(gradient * each for each in ctx.saved_tensors), None
+
+
+class Sliced(nn.Module):
+    """Drops the first two tokens after the blocks, and goes on in one of some ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.decoder = how, RotaryDecoder()
+        self.decoder._modules["head"] = nn.Identity()
+        self.late, self.norm = nn.ModuleList([copy.deepcopy(self.decoder.layers[0])]), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.decoder(ids)
+        if self.how == "fused":
+            return Fused.apply(x[:, 2:].flatten(0, 1), self.head.weight, targets[:, 2:].flatten())
+        x = self.norm(x[:, 2:]) if self.how == "norm" else self.late[0](x[:, 2:])
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets[:, 2:].flatten())
+
+
+def wrapped(model: nn.Module, wrap: str, mesh: DeviceMesh) -> nn.Module:
+    parts = [model.norm, model.late[0]]  # type: ignore[index] - a ModuleList
+    for part in parts if wrap else []:
+        if wrap == "hooks":
+            part.register_full_backward_hook(lambda *_: None)  # type: ignore[union-attr] - a module
+        else:
+            fully_shard(part, mesh=mesh)  # type: ignore[arg-type] - a module
+    if wrap == "FSDP":
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+@pytest.mark.parametrize("wrap", ["", "hooks", "FSDP"])
+@pytest.mark.parametrize("how", ["fused", "norm", "block"])
+def test_slices_given_to_what_takes_them_unseen(how: str, wrap: str) -> None:
+    with float64():
+        torch.manual_seed(0)
+        original = Sliced(how)
+    ids, targets = ids_of(2, 13), ids_of(2, 13, seed=1)
+
+    def step(model: nn.Module) -> dict[str, torch.Tensor]:
+        model(ids, targets).backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {name: full_value(grad) if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+    expected = step(copy.deepcopy(original))
+
+    def run(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+        return step(wrapped(parallelize_module(copy.deepcopy(original), mesh, UlyssesPlan()), wrap, mesh))
+
+    for found in run_on_mesh({"sp": 2}, run):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_rejects_hooks_on_slices() -> None:
+    def hook(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x[:, 2:].register_hook(lambda gradient: 2 * gradient)
+        return x.sum()
+
+    model = with_loss(hook)
+
+    def run(mesh: DeviceMesh) -> None:
+        with pytest.raises(PlanError, match="register_hook on a hidden state"):
+            parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan())(ids_of(2, 13), ids_of(2, 13))
+
+    run_on_mesh({"sp": 2}, run)

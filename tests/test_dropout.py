@@ -363,3 +363,60 @@ def test_joined_tokens_are_dropped_alike_and_each_ranks_own_apart(gloo: GlooPool
     assert abs(correlation(first, second)) < 5 / math.sqrt(first.numel())
     if text == 40:
         assert abs(correlation(first, of_text)) < 5 / math.sqrt(first.numel())
+
+
+KEPT: list[torch.Tensor] = []  # not the module's, which may keep nothing made from the tokens at hand
+
+
+class DropsMemory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        kept = F.dropout(torch.ones_like(memory), 0.5)
+        KEPT[:] = [kept]
+        k, v = self.kv(memory * kept).unflatten(-1, (2, HEADS, HEAD_SIZE)).permute(2, 0, 3, 1, 4)
+        q = self.q(x).unflatten(-1, (HEADS, HEAD_SIZE)).transpose(1, 2)
+        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Encodes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD_SIZE)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class DropsMemoryModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.blocks = nn.ModuleList([Encodes()]), nn.ModuleList([DropsMemory(), DropsMemory()])
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder[0](memory)
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
+def memory_dropped(tokens: int, seeded_alike: bool) -> tuple[torch.Tensor, float]:
+    mesh = mesh_of((1, 2))
+    model = seeded(DropsMemoryModel)
+    parallelize_module(model, mesh["sp"], UlyssesPlan())
+    torch.manual_seed(3 if seeded_alike else 3 + dist.get_rank())
+    model(numbers(4, 30, WIDTH), numbers(4, tokens, WIDTH, seed=1))
+    return KEPT[0], float(torch.rand(()))
+
+
+@pytest.mark.parametrize("seeded_alike", [True, False])
+@pytest.mark.parametrize("tokens", [80, 79])
+def test_a_memory_in_shards_is_dropped_by_each_rank_on_its_own(gloo: GlooPool, tokens: int, seeded_alike: bool) -> None:
+    (first, after), (second, other_after) = gloo.run(2, memory_dropped, tokens, seeded_alike)
+    assert first.shape[1] + second.shape[1] == tokens
+    count = second.shape[1]
+    assert abs(correlation(first[:, :count], second)) < 5 / math.sqrt(second.numel())
+    assert (after == other_after) is seeded_alike  # generators that stood alike stand alike afterwards

@@ -142,6 +142,29 @@ def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def right(): return RotaryDecoder(), (torch.zeros(1, 9, dtype=torch.long),)\n"
         "def plain(): return torch.nn.Linear(2, 2), (torch.zeros(1, 2),)\n"
         "def wrong(): return RotaryDecoder()\n"
+        "from ulysses_dtensor import UlyssesAttention, UlyssesPlan\n"
+        "def with_plan(normed):\n"
+        "    style = UlyssesAttention('b h (sp s) d -> b (sp h) s d')\n"
+        "    return Declared(normed), (torch.randn(1, 9, 8),), UlyssesPlan(attention={'blocks.*.inner': style})\n"
+        "def declared(): return with_plan(False)\n"
+        "def over_heads(): return with_plan(True)\n"
+        "class Inner(torch.nn.Module):\n"
+        "    def forward(self, q, k, v):\n"
+        "        out = (q @ k.mT).softmax(-1) @ v\n"
+        "        return out / out.square().mean(1, keepdim=True).add(1).sqrt() if self.normed else out\n"
+        "class DeclaredBlock(torch.nn.Module):\n"
+        "    def __init__(self, normed):\n"
+        "        super().__init__()\n"
+        "        self.inner, self.qkv = Inner(), torch.nn.Linear(8, 24)\n"
+        "        self.inner.normed = normed\n"
+        "    def forward(self, x):\n"
+        "        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)\n"
+        "        return x + self.inner(q, k, v).transpose(1, 2).flatten(2)\n"
+        "class Declared(torch.nn.Module):\n"
+        "    def __init__(self, normed):\n"
+        "        super().__init__()\n"
+        "        self.blocks = torch.nn.ModuleList([DeclaredBlock(normed)])\n"
+        "    def forward(self, x): return self.blocks[0](x)\n"
     )
     return tmp_path
 
@@ -151,7 +174,9 @@ def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("made_for_check:right", 0, "tokens stay apart"),
         ("made_for_check:plain", 2, "nothing matches"),
-        ("made_for_check:wrong", 2, "returned a RotaryDecoder, not (model, inputs)"),
+        ("made_for_check:declared", 0, "tokens stay apart"),
+        ("made_for_check:over_heads", 1, "depends on their numbers or on each other"),
+        ("made_for_check:wrong", 2, "returned a RotaryDecoder, not (model, inputs) or (model, inputs, plan)"),
         ("made_for_check:absent", 2, "cannot be loaded"),
         ("made_for_nothing:right", 2, "cannot be loaded"),
         ("made_for_check", 2, "is not module:function"),
@@ -162,6 +187,15 @@ def test_check_on_the_command_line(target: str, code: int, said: str) -> None:
     result = CliRunner().invoke(app, ["check", target])
     assert said in result.output
     assert result.exit_code == code
+
+
+@pytest.mark.usefixtures("targets")
+def test_declared_attentions_are_in_the_dry_run_and_left_as_they_are() -> None:
+    model, inputs, plan = __import__("made_for_check").declared()
+    assert "b (sp s) h d" not in str(explain(model, {"sp": 2}, plan, inputs))
+    row = next(line for line in str(explain(model, {"sp": 2}, plan, inputs)).splitlines() if "blocks.0.inner" in line)
+    assert "not called" not in row
+    assert "forward" not in vars(model.blocks[0].inner)
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,9 @@ def declared() -> UlyssesPlan:
     return UlyssesPlan(attention={"*inner": UlyssesAttention("b h (sp s) d -> b (sp h) s d")})
 
 
-@given(mask=st.sampled_from(["none", "causal", "window of each head"]), heads=st.integers(1, 7), ranks=st.integers(2, 4))
+@given(
+    mask=st.sampled_from(["none", "causal", "window of each head"]), heads=st.integers(1, 7), ranks=st.integers(2, 4)
+)
 def test_declared_attentions_number_heads_globally(mask: str, heads: int, ranks: int) -> None:
     ids = ids_of(2, 13)
     with float64():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from model_zoo import VOCABULARY, WIDTH, ZOO, Block, ids_of, loss_of, numbers, seeded
 from one_device import Run, assert_close, assert_runs_equal, buffers_of, gradients_of, on_one_device, refused, whole
 from torch import nn
@@ -17,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from ulysses_dtensor import UlyssesPlan, count_collectives, parallelize_module
 from ulysses_dtensor.gradients import _active_ddp, tie
-from ulysses_dtensor.passes import backward_id, in_backward
+from ulysses_dtensor.passes import backward_id, in_backward, in_reentrant_recompute
 from ulysses_dtensor.testing import full_value, run_on_mesh
 
 IDS = ids_of(2, 9)
@@ -53,6 +55,81 @@ def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 # Right
+
+
+class TwoStates(nn.Module):
+    """Attends from `x` to `first`, or to itself and leaves `first` unused."""
+
+    def __init__(self, uses: bool) -> None:
+        super().__init__()
+        self.uses, self.q, self.kv = uses, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+    def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        k, v = self.kv(first if self.uses else x).unflatten(-1, (2, 4, -1)).permute(2, 0, 3, 1, 4)
+        q = self.q(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        return x + self.mlp(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class TwoStatesModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.layers = (
+            nn.Linear(3, WIDTH),
+            nn.ModuleList([TwoStates(uses) for uses in (False, True, False)]),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.layers[0](self.linear(x), self.linear(x))
+        for layer in list(self.layers)[1:]:
+            x = layer(x, first)
+        return x
+
+
+def fsdp_inside_blocks(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for layer in model.layers:  # type: ignore[union-attr] - a ModuleList
+        fully_shard(layer.mlp, mesh=mesh)  # type: ignore[union-attr] - a module
+    return sharded(model, mesh)
+
+
+def backward_hooks(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for layer in model.layers:  # type: ignore[union-attr] - a ModuleList
+        layer.register_full_backward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize("wrap", [sharded, fsdp_inside_blocks, backward_hooks])
+def test_a_state_that_some_block_leaves_unused(wrap: Callable[[nn.Module, DeviceMesh], nn.Module]) -> None:
+    original, inputs = seeded(TwoStatesModel), {"x": numbers(2, 13, 3)}
+    expected = once(copy.deepcopy(original), inputs)
+
+    def run(mesh: DeviceMesh) -> Run:
+        model = parallelize_module(copy.deepcopy(original), mesh, UlyssesPlan())
+        return once(wrap(model, mesh), inputs)
+
+    for each in run_on_mesh({"sp": 2}, run):
+        assert_runs_equal(each, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_block_given_a_leaf_that_requires_gradients(reentrant: bool) -> None:
+    """What is done to a frozen embedding's output before adapters are trained."""
+
+    class Checkpointed(TwoStatesModel):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            for layer in self.layers:
+                x = checkpoint(layer, x, 2 * x, use_reentrant=reentrant)
+            return x
+
+    original, inputs = seeded(Checkpointed), {"x": numbers(2, 13, WIDTH)}
+    for p in original.linear.parameters():  # type: ignore[union-attr] - a module
+        p.requires_grad_(False)
+    expected = once(copy.deepcopy(original), inputs)
+    for each in run_on_mesh(
+        {"sp": 2}, lambda mesh: once(parallelize_module(copy.deepcopy(original), mesh, UlyssesPlan()), inputs)
+    ):
+        assert_runs_equal(each, expected)
 
 
 @pytest.mark.parametrize("order", ["plan first", "FSDP first"])
@@ -147,6 +224,31 @@ def test_one_backward_through_two_forwards_and_two_through_one() -> None:
             {"sp": 2}, lambda mesh, step=step: step(parallelize_module(copy.deepcopy(original), mesh, UlyssesPlan()))
         ):
             assert_runs_equal(each, expected)
+
+
+@pytest.mark.parametrize("between", ["no gradients", "some frozen"])
+def test_a_forward_between_two_backwards(between: str) -> None:
+    original, other = decoder(), ids_of(2, 13, seed=1)
+
+    def step(model: nn.Module) -> Run:
+        first, second = model(IDS), model(other)
+        loss_of(first).backward()
+        frozen = list(model.parameters())[:3] if between == "some frozen" else []
+        for p in frozen:
+            p.requires_grad_(False)
+        with torch.set_grad_enabled(between == "some frozen"):
+            model(other)
+        for p in frozen:
+            p.requires_grad_(True)
+        loss = loss_of(second)
+        loss.backward()
+        return result_of(model, second, loss)
+
+    expected = step(copy.deepcopy(original))
+    for each in run_on_mesh(
+        {"sp": 3}, lambda mesh: step(parallelize_module(copy.deepcopy(original), mesh, UlyssesPlan()))
+    ):
+        assert_runs_equal(each, expected)
 
 
 def test_unwrapped_costs_two_all_reduces_at_the_end_of_a_backward() -> None:
@@ -372,11 +474,19 @@ def test_what_torch_keeps_to_itself_is_where_it_was() -> None:
     """Fails first when a new torch moves what this library reads."""
     assert backward_id() == -1
     assert not in_backward()
+    assert not in_reentrant_recompute()
     x = numbers(3).requires_grad_()
     seen = []
     x.register_hook(lambda gradient: seen.append(in_backward()))
     x.sum().backward()
     assert seen == [True]
+    inside: list[bool] = []
+    for reentrant in (False, True):
+        doubled = checkpoint(
+            lambda x: inside.append(in_reentrant_recompute()) or (2 * x).sin(), x, use_reentrant=reentrant
+        )
+        doubled.sum().backward()
+    assert inside == [False, False, False, True]
 
     def run(mesh: DeviceMesh) -> list[bool]:
         inside = []

@@ -200,3 +200,19 @@ def test_a_gradient_that_is_rounding_of_zero_is_no_difference() -> None:
     bias = next(row for row in report.gradients if row.name.endswith("key.bias"))
     assert bias.largest < 1e-15
     assert report.passed
+
+
+def test_a_single_number_has_gradients_too() -> None:
+    class Score(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = RotaryDecoder()
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.decoder(ids).square().mean()
+
+    with float64():
+        torch.manual_seed(0)
+        model = Score()
+    for report in reports(ids_of(2, 9), model=model):
+        assert report.passed, report

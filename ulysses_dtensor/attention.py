@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,7 @@ class UlyssesAttention(ParallelStyle):
 
 
 def declare(
-    module: nn.Module, style: UlyssesAttention, mesh: DeviceMesh, *, axes: tuple[str, ...], alone: bool
+    module: nn.Module, style: UlyssesAttention, mesh: DeviceMesh | OneProcess, *, axes: tuple[str, ...], alone: bool
 ) -> None:
     """Makes `module` the attention that `style` says; `alone`: outside a plan, where plain tensors are shards.
 
@@ -138,6 +139,39 @@ def declare(
     module.forward = partial(_attention_forward, module, style, mesh, alone, per_head, original)
 
 
+class OneProcess:
+    """Stands for a mesh of so many ranks where one process looks at what they would do: nothing is sent."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.mesh_dim_names = tuple(sizes)
+        self.sizes = tuple(sizes.values())
+
+    def size(self) -> int:
+        """Returns the number of ranks."""
+        return math.prod(self.sizes)
+
+    def get_group(self) -> Any:
+        """Returns None, the default group: it is asked for where numbers are drawn alone."""
+
+
+@contextmanager
+def declared_in(model: nn.Module, styles: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[None]:
+    """Runs the block with the modules of these names declared; `sizes` are those of the mesh's axes."""
+    with ExitStack() as stack:
+        for name, style in styles.items():
+            if isinstance(style, UlyssesAttention):
+                module = model.get_submodule(name)
+                own = {"forward": module.forward} if "forward" in vars(module) else {}
+                stack.callback(_put_back, module, own)
+                declare(module, style, OneProcess(sizes), axes=tuple(sizes), alone=False)
+        yield
+
+
+def _put_back(module: nn.Module, own: dict[str, Any]) -> None:
+    del module.forward
+    module.__dict__.update(own)
+
+
 def is_declared(module: nn.Module) -> bool:
     """Whether a `UlyssesAttention` was applied to this module."""
     forward = module.__dict__.get("forward")
@@ -151,7 +185,7 @@ def _own_forward(module: nn.Module, original: Callable[..., Any] | None) -> Call
 def _attention_forward(
     module: nn.Module,
     style: UlyssesAttention,
-    mesh: DeviceMesh,
+    mesh: Any,
     alone: bool,
     per_head: tuple[tuple[PerHead, int | None], ...],
     original: Callable[..., Any] | None,
@@ -185,7 +219,7 @@ class _Call:
         self,
         module: nn.Module,
         style: UlyssesAttention,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | OneProcess,
         given: tuple[Given, ...],
         num_heads: int,
         forward: Callable[..., Any],

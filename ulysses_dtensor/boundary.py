@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from ulysses_dtensor.collectives import all_gather, all_reduce_sum
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.layout import chunk
-from ulysses_dtensor.passes import graph_nodes, in_backward
+from ulysses_dtensor.passes import graph_nodes, in_reentrant_recompute
 from ulysses_dtensor.redistribute import redistribute
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def enter(x: torch.Tensor, mesh: DeviceMesh, dim: int | None, seq_len: int) -> t
     gradient is gathered (`dim` given) or summed (`dim` None), and divided by P.
     """
     # A reentrant checkpoint recomputes from a leaf that does not tell; what is right behind a leave is right before, too.
-    untold = torch.compiler.is_compiling() or (x.is_leaf and in_backward())
+    untold = torch.compiler.is_compiling() or (x.is_leaf and in_reentrant_recompute())
     behind = x.requires_grad and (untold or is_behind_leave(x))
     if dim is None:
         return _Shared.apply(x, mesh) if behind else x
@@ -83,6 +84,11 @@ def leave(x: DTensor, on_backward: Callable[[], None]) -> torch.Tensor:
     return _Leave.apply(x, on_backward)
 
 
+def rejoined(gradient: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+    """Returns a whole plain gradient, the same on every rank, as that of a tensor of the region."""
+    return _wrapped(_piece(gradient, mesh, dim).contiguous(), mesh, dim, gradient.shape[dim])
+
+
 def noticed(x: T, on_backward: Callable[[], None]) -> T:
     """Returns `x` itself, of which `on_backward` is called when a gradient arrives (not in compiled code)."""
     if isinstance(x, DTensor):
@@ -103,6 +109,8 @@ def _check_way(x: DTensor) -> None:
     node = None if torch.compiler.is_compiling() else x.grad_fn
     while node is not None and node.name() not in _ENDS:
         kind = getattr(type(node), "_forward_cls", None)
+        if kind is not None and kind.__module__.startswith("ulysses_dtensor."):
+            return
         if kind is not None and not kind.__module__.startswith("torch."):
             raise PlanError(
                 f"UlyssesPlan: the custom autograd function {kind.__name__} is applied to a hidden state between the blocks, "
@@ -191,8 +199,7 @@ class _Leave(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
         ctx.on_backward()
-        piece = _piece(gradient, ctx.mesh, ctx.dim).contiguous()
-        return _wrapped(piece, ctx.mesh, ctx.dim, gradient.shape[ctx.dim]), None
+        return rejoined(gradient, ctx.mesh, ctx.dim), None
 
 
 class _EnterBehind(torch.autograd.Function):
@@ -244,12 +251,16 @@ def _stems_from(x: torch.Tensor, kinds: frozenset[str]) -> bool:
 
 
 _ENTERING = frozenset({"_LocalBackward", "_EnterBehindBackward", "_SharedBackward"})
-_LEAVING = frozenset({"_ShardBackward", "_LeaveBackward"})
+_LEAVING = frozenset({"_ShardBackward", "_LeaveBackward", "_DeferBackward"})
 
 
 def holds_dtensor(values: Iterable[Any], kinds: tuple[type, ...] = (DTensor,)) -> bool:
-    """Whether a DTensor, or another of these kinds, is among some values, or in a list or tuple among them."""
-    return any(isinstance(x, kinds) or (isinstance(x, (list, tuple)) and holds_dtensor(x, kinds)) for x in values)
+    """Whether a DTensor, or another of these kinds, is among some values, or in a list or tuple among them; no parameter is."""
+    return any(
+        (isinstance(x, kinds) and not isinstance(x, nn.Parameter))
+        or (isinstance(x, (list, tuple)) and holds_dtensor(x, kinds))
+        for x in values
+    )
 
 
 def _axis(mesh: DeviceMesh) -> str:

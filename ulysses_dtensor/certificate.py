@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 
+from ulysses_dtensor.attention import declared_in
 from ulysses_dtensor.calls import Call, hidden_options
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.flex import show_flex
@@ -72,7 +73,8 @@ def certify(model: nn.Module, inputs: Any, mesh: Mapping[str, int], plan: Ulysse
     show_flex(model)
     decisions: dict[str, Decision | str] = {}
     # Under a mode torch takes none of its fast paths for inference, which would hand nested tensors to the blocks.
-    with ExitStack() as stack, torch.no_grad(), BaseTorchFunctionMode():
+    declared = declared_in(model, plan.declared(model), dict(mesh_sizes(mesh)))
+    with declared, ExitStack() as stack, torch.no_grad(), BaseTorchFunctionMode():
         for name in found.blocks:
             hook = partial(_probe_first_call, decisions, found, plan, mesh, name)
             handle = model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
@@ -101,7 +103,7 @@ def _probe_first_call(
     attentions = [found.attentions[inner] for inner in found.blocks[name]]
     try:
         decisions[name] = probe(
-            partial(type(module).forward, module),
+            vars(module).get("forward", partial(type(module).forward, module)),
             module,
             leaves,
             spec,

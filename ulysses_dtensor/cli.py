@@ -62,26 +62,28 @@ def demo(
 
 @app.command()
 def check(
-    target: Annotated[str, typer.Argument(help="module:function; the function returns (model, inputs).")],
+    target: Annotated[
+        str, typer.Argument(help="module:function; the function returns (model, inputs) or (model, inputs, plan).")
+    ],
     sp: Annotated[int, typer.Option(min=1, help="Ranks to explain sizes for.")] = 2,
 ) -> None:
     """Shows what a plan would convert and proves that tokens stay apart, in one process without ranks.
 
-    The function returns a model and its inputs (a tuple of positional or a mapping of keyword arguments). Exits with 1
-    when the plan refuses the model.
+    The function returns a model and its inputs (a tuple of positional or a mapping of keyword arguments), and a UlyssesPlan
+    where the default is not the one to check. Exits with 1 when the plan refuses the model.
     """
     from ulysses_dtensor.certificate import certify
 
-    model, inputs = _load(target)
+    model, inputs, *plan = _load(target)
     try:
-        certificate = certify(model, inputs, {"sp": sp})
+        certificate = certify(model, inputs, {"sp": sp}, *plan)
     except PlanError as error:
         _fail(str(error))
     print(certificate)
     raise typer.Exit(0 if certificate.passed else 1)
 
 
-def _load(target: str) -> tuple[Any, Any]:
+def _load(target: str) -> tuple[Any, ...]:
     module, _, function = target.partition(":")
     if not function:
         _fail(f"check: {target!r} is not module:function.")
@@ -90,8 +92,8 @@ def _load(target: str) -> tuple[Any, Any]:
         made = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
         _fail(f"check: {target!r} cannot be loaded: {error}")
-    if not isinstance(made, tuple) or len(made) != 2:
-        _fail(f"check: {target} returned a {type(made).__name__}, not (model, inputs).")
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        _fail(f"check: {target} returned a {type(made).__name__}, not (model, inputs) or (model, inputs, plan).")
     return made
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from ulysses_dtensor.boundary import dim_of, noticed
+from ulysses_dtensor.boundary import dim_of, noticed, rejoined
+from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.loss import cross_entropy
 
 _CASTS = frozenset({"float", "double", "half", "bfloat16", "to", "type", "type_as", "contiguous"})
@@ -31,9 +33,10 @@ class Deferred(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(
-            f"{func}: these logits are held in shards until a loss or the end of the model's forward. Use them inside the "
-            "forward, or return them."
+        raise PlanError(
+            f"UlyssesPlan: some of a hidden state's tokens, or a flattened view of it, are used where they cannot be followed "
+            f"({func}): in a checkpoint of a function, or after the model's forward. Make the function a module's forward, or "
+            "leave out the checkpoint."
         )
 
     def whole(self, gather: Callable[[DTensor], torch.Tensor]) -> torch.Tensor:
@@ -42,19 +45,36 @@ class Deferred(torch.Tensor):
         return part.flatten(0, 1) if self.flat else part
 
 
-def _deferred(base: DTensor, start: int, stop: int, *, flat: bool) -> Deferred:
-    batch, _, size = base.shape
-    shape = (batch * (stop - start), size) if flat else (batch, stop - start, size)
-    made = torch.Tensor._make_wrapper_subclass(
-        Deferred, shape, dtype=base.dtype, device=base.device, requires_grad=base.requires_grad
-    )
+def _deferred(base: DTensor, start: int, stop: int, on_backward: Callable[[], None], *, flat: bool) -> Deferred:
+    made = _Defer.apply(base, start, stop, flat, on_backward)
     made.base, made.start, made.stop, made.flat = base, start, stop, flat
     return made
 
 
-def flat_rows(base: DTensor) -> Deferred:
+def flat_rows(base: DTensor, on_backward: Callable[[], None]) -> Deferred:
     """Returns all tokens of a region's tensor (B, S, V), cut at dim 1, as rows (B * S, V)."""
-    return _deferred(base, 0, base.shape[1], flat=True)
+    return _deferred(base, 0, base.shape[1], on_backward, flat=True)
+
+
+class _Defer(torch.autograd.Function):
+    """The view itself. A gradient arrives here only where code unseen took it: a custom function, hooks of modules, FSDP."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, base: DTensor, start: int, stop: int, flat: bool, on_backward: Callable[[], None]
+    ) -> torch.Tensor:
+        batch, seq_len, size = base.shape
+        ctx.mesh, ctx.rows, ctx.past, ctx.flat = base.device_mesh, (batch, stop - start), (start, seq_len - stop), flat
+        ctx.on_backward = on_backward
+        shape = (batch * (stop - start), size) if flat else (batch, stop - start, size)
+        return torch.Tensor._make_wrapper_subclass(Deferred, shape, dtype=base.dtype, device=base.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override] - torch types it *Any
+        ctx.on_backward()
+        gradient = gradient.unflatten(0, ctx.rows) if ctx.flat else gradient
+        return rejoined(F.pad(gradient, (0, 0, *ctx.past)), ctx.mesh, 1), None, None, None, None
 
 
 def defer(
@@ -80,7 +100,7 @@ def defer(
     if isinstance(x, DTensor) and not isinstance(x, Deferred):
         if x.ndim != 3 or dim_of(x) != 1:
             return None
-        x = _deferred(x, 0, x.shape[1], flat=False)
+        x = _deferred(x, 0, x.shape[1], on_backward, flat=False)
     if not isinstance(x, Deferred) or any(
         isinstance(other, (DTensor, Deferred)) for other in (*args[1:], *kwargs.values())
     ):
@@ -89,15 +109,15 @@ def defer(
         return _cross_entropy(x, *args[1:], **kwargs, on_backward=on_backward)
     if name in _CASTS:
         cast = elementwise(func, x.base, (x.base, *args[1:]), kwargs)
-        return None if cast is None else _deferred(cast, x.start, x.stop, flat=x.flat)
+        return None if cast is None else _deferred(cast, x.start, x.stop, on_backward, flat=x.flat)
     if name == "__getitem__" and not x.flat:
-        return _slice(x, args[1])
+        return _slice(x, args[1], on_backward)
     if name in _FLATTENERS:
-        return _flatten(func, x, args, kwargs)
+        return _flatten(func, x, args, kwargs, on_backward)
     return None
 
 
-def _slice(x: Deferred, index: Any) -> Deferred | DTensor | None:
+def _slice(x: Deferred, index: Any, on_backward: Callable[[], None]) -> Deferred | DTensor | None:
     """Handles `x[:, a:b]`, `x[:, a:b, :]` and `x[..., a:b, :]`."""
     index = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in index:
@@ -114,15 +134,19 @@ def _slice(x: Deferred, index: Any) -> Deferred | DTensor | None:
     start, stop, step = index[1].indices(x.stop - x.start)
     if (x.start + start, x.start + stop, step) == (0, x.base.shape[1], 1):
         return x.base
-    return _deferred(x.base, x.start + start, x.start + max(start, stop), flat=False) if step == 1 else None
+    if step != 1:
+        return None
+    return _deferred(x.base, x.start + start, x.start + max(start, stop), on_backward, flat=False)
 
 
-def _flatten(func: Callable[..., Any], x: Deferred, args: Any, kwargs: Any) -> Deferred | DTensor | None:
+def _flatten(
+    func: Callable[..., Any], x: Deferred, args: Any, kwargs: Any, on_backward: Callable[[], None]
+) -> Deferred | DTensor | None:
     wanted = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args[1:], **kwargs).shape
     if tuple(wanted) == tuple(x.base.shape) and (x.start, x.stop) == (0, x.base.shape[1]):
         return x.base
     rows = (x.base.shape[0] * (x.stop - x.start), x.base.shape[2])
-    return _deferred(x.base, x.start, x.stop, flat=True) if tuple(wanted) == rows else None
+    return _deferred(x.base, x.start, x.stop, on_backward, flat=True) if tuple(wanted) == rows else None
 
 
 def _cross_entropy(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ulysses_dtensor.attend import routes_of
+from ulysses_dtensor.attention import declared_in
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.flex import FlexCall, empty_flex, seen_flex, show_flex
 from ulysses_dtensor.heads import heads_of
@@ -233,7 +234,7 @@ def explain(
     found, problems = plan.find(model, dict(sizes), converted=region is not None)
     if problems:
         raise PlanError(f"explain: UlyssesPlan on {type(model).__name__}:\n  " + "\n  ".join(problems))
-    calls = () if example_inputs is None else tuple(_dry_run(model, found, region, example_inputs))
+    calls = () if example_inputs is None else tuple(_dry_run(model, found, region, example_inputs, plan, dict(sizes)))
     explanation = Explanation(
         type(model).__name__,
         dict(sizes),
@@ -300,7 +301,9 @@ def _qkv(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
 
 
-def _dry_run(model: nn.Module, found: Found, region: Region | None, inputs: Any) -> list[AttentionCall]:
+def _dry_run(
+    model: nn.Module, found: Found, region: Region | None, inputs: Any, plan: UlyssesPlan, axes: dict[str, int]
+) -> list[AttentionCall]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     record = _Record()
@@ -316,6 +319,8 @@ def _dry_run(model: nn.Module, found: Found, region: Region | None, inputs: Any)
             from ulysses_dtensor.region import bypass
 
             stack.enter_context(bypass(model))
+        else:
+            stack.enter_context(declared_in(model, plan.declared(model), axes))
         stack.enter_context(record)
         args = tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, inputs)
         if isinstance(args, Mapping):

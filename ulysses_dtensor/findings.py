@@ -14,8 +14,8 @@ from ulysses_dtensor.tokens import Held
 from ulysses_dtensor.tryout import Rejected, Run
 
 TAINTED = "it mixes tokens outside attention: NaN or large values in some tokens reached others"
-Drop = tuple[int, str] | None
-"""The dim of a dropped tensor's tokens and where others stand (see `Held`); None where every rank drops alike."""
+Drop = tuple[int, Held] | None
+"""The dim of a dropped tensor's tokens and which these are; None where every rank drops alike."""
 
 
 def output_dims(whole: Run, part: Run, tokens: int, some: int) -> tuple[int | None, ...]:
@@ -34,7 +34,8 @@ def output_dims(whole: Run, part: Run, tokens: int, some: int) -> tuple[int | No
         if a.ndim != b.ndim or len(changed) > 1 or (changed and pairs[changed[0]] != (tokens, some)):
             raise Rejected(
                 4,
-                f"an output is {tuple(a.shape)} for {tokens} tokens and {tuple(b.shape)} for {some}: not per token",
+                f"an output is {tuple(a.shape)} for {tokens} tokens and {tuple(b.shape)} for {some}: not per token. Return each "
+                "sequence on its own, its tokens on a dim of their own",
             )
         dims.append(changed[0] if changed else None)
     return tuple(dims)
@@ -92,31 +93,46 @@ def compare_taint(whole: Run, tainted: Run, clean: Sequence[int], dims: tuple[in
                 raise Rejected(5, TAINTED)
 
 
-def drops_of(whole: Run, part: Run, subset: Subset, held: Sequence[tuple[Held, Held]]) -> tuple[Drop, ...]:
-    """Returns which dim of each dropout call's tensor is cut, and where others stand; None for what all ranks drop alike.
+def drops_of(whole: Run, parts: Sequence[tuple[Run, Subset]], held: Sequence[tuple[Held, Held]]) -> tuple[Drop, ...]:
+    """Returns which dim of each dropout call's tensor is cut, and what it holds; None for what all ranks drop alike.
 
     A call that cannot be followed (the tokens of one expert) drops this rank's tokens, if the block has no others.
+
+    Args:
+        whole: the run on all tokens.
+        parts: runs on some tokens of one argument that is cut, for each of these; the hidden state first.
+        held: what the operands of attention calls hold.
     """
-    others = any(each.of is None or each.others != "none" for pair in held for each in pair)
-    if len(whole.dropouts) != len(part.dropouts):
+    others = len(parts) > 1 or any(each.of is None or each.others != "none" for pair in held for each in pair)
+    if any(len(part.dropouts) != len(whole.dropouts) for part, _ in parts):
         if others:
             raise Rejected(
                 6, "it drops out another number of times for fewer tokens, beside tokens that every rank holds"
             )
         return ()
     drops: list[Drop] = []
-    for a, b in zip((each.x for each in whole.dropouts), (each.x for each in part.dropouts), strict=True):
-        places = ((dim, place(a, b, dim, subset)) for dim in range(min(a.ndim, b.ndim)))
-        found = next(((dim, where) for dim, where in places if where not in (None, "whole")), None)
-        if a.shape == b.shape or (found is not None and found[0] >= whole.dropouts[len(drops)].dims):
+    for number, each in enumerate(whole.dropouts):
+        cut = [
+            (part.dropouts[number].x, subset) for part, subset in parts if part.dropouts[number].x.shape != each.x.shape
+        ]
+        found = [drop for x, subset in cut if (drop := _dropped(each.x, x, subset)) is not None]
+        if not cut or (len(found) == 1 and found[0][0] >= each.dims):
             drops.append(None)
             continue
-        if found is None and others:
+        if len(found) != 1 and others:
             raise Rejected(
                 5, "it drops out a tensor in which tokens and others, that every rank holds, are not told apart"
             )
-        drops.append(found or (0, "none"))
+        drops.append(found[0] if found else (0, Held(cut[0][1].of)))
     return tuple(drops)
+
+
+def _dropped(whole: torch.Tensor, part: torch.Tensor, subset: Subset) -> tuple[int, Held] | None:
+    for dim in range(min(whole.ndim, part.ndim)):
+        where = place(whole, part, dim, subset)
+        if where not in (None, "whole"):
+            return dim, Held(subset.of, where)
+    return None
 
 
 def _first_difference(a: list[Any], b: list[Any]) -> str:

@@ -63,7 +63,7 @@ def _ancestor_forward(
         kwargs = world.before(module, args, kwargs)
         return world.after(module, args, given, call(*args, **kwargs))
     problem = None
-    left: list[torch.Tensor] = []
+    left: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     try:
         refuse_nested_tensors(module, args, kwargs)
         kwargs = world.before(module, args, kwargs)
@@ -87,7 +87,7 @@ def _ancestor_forward(
     elif problem is not None:
         raise problem
     region.input_sizes = _sizes(args, kwargs)
-    region.reducer.add(left)
+    region.reducer.add(*left)
     region.active += 1
     try:
         with Tail(region.mesh, region.reducer, seeded_alike=region.seeded_alike) as tail:
@@ -285,6 +285,7 @@ def _run_local(
         found.attentions,
         found.dropouts,
         lengths,
+        [x.shape if isinstance(x, torch.Tensor) else () for x in leaves],
         strategy=region.strategy,
         seeded_alike=region.seeded_alike,
     )
@@ -293,7 +294,11 @@ def _run_local(
     inside.check()
     outputs, out_spec = tree_flatten(result)
     spare = [p for key, p in module.named_parameters() if key in found.spare and not isinstance(p, DTensor)]
-    out_dims = found.outputs[: len(outputs)] if in_backward() else found.outputs  # a recompute records nothing, last of all
+    # A state that this block leaves unused has no gradient from it: FSDP and hooks would make plain zeros of that.
+    spare += [local[at] for at, x in enumerate(leaves) if is_shard_of(x, region.mesh) and at in found.unused]
+    out_dims = (
+        found.outputs[: len(outputs)] if in_backward() else found.outputs
+    )  # a recompute records nothing, last of all
     for at, (x, dim) in enumerate(zip(outputs, out_dims, strict=True)):
         if isinstance(x, torch.Tensor) and holds_unannounced(x):
             raise PlanError(UNANNOUNCED)

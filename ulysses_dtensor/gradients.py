@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,22 +24,25 @@ if TYPE_CHECKING:
 _BUCKET_ELEMENTS = 2**24
 
 
-def check_reducers(model: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Returns the trainable parameters of `model` that have nobody who averages their gradients over `mesh`.
+def check_reducers(
+    model: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns the trainable parameters of `model` that have nobody who averages their gradients over `mesh`, and DDP's.
 
     Raises:
         PlanError: FSDP or DDP average over ranks that leave part of the sequence group out, FSDP divides by a factor of
             its own, or an input depends on trainable parameters that are not the model's.
     """
     if not torch.is_grad_enabled():
-        return []
+        return [], []
     ranks = set(dist.get_process_group_ranks(mesh.get_group()))
     managed, problems = _fsdp_managed(model, ranks)
     if any(_is_flattened(module) for module in model.modules()):
         problems.append(
             "FullyShardedDataParallel (FSDP1) is not supported: it flattens parameters. Use fully_shard (FSDP2)."
         )
-    left = []
+    left: list[torch.Tensor] = []
+    reduced: list[torch.Tensor] = []
     for name, p in model.named_parameters():
         if not p.requires_grad or id(p) in managed:
             continue
@@ -56,7 +60,7 @@ def check_reducers(model: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any) -
                 f"DistributedDataParallel averages over ranks {sorted(ddp_ranks)}, the sequence group is {sorted(ranks)}. "
                 "Give it a process group of all dp x sp ranks."
             )
-        left = []
+        left, reduced = [], left
     hooked = [name for name, p in model.named_parameters() if any(p is q for q in left) and _has_hooks(p)]
     if hooked:
         problems.append(
@@ -71,7 +75,7 @@ def check_reducers(model: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any) -
         )
     if problems:
         raise PlanError("UlyssesPlan: gradients would be wrong.\n  " + "\n  ".join(dict.fromkeys(problems)))
-    return left
+    return left, reduced
 
 
 def _is_flattened(module: nn.Module) -> bool:
@@ -95,17 +99,21 @@ class ReduceAtEnd:
     """Called during a backward, averages plain parameters' gradients over a mesh at its end."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.backward, self.reduced = mesh, -1, False
-        self.parameters: dict[int, torch.Tensor] = {}
+        self.mesh, self.backward = mesh, -1
+        self.parameters: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReduceAtEnd, (self.mesh,)  # a copy's model has parameters of its own
 
-    def add(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Adds what a forward used; it stays until the first forward after a reduction."""
-        if self.reduced:
-            self.parameters, self.reduced = {}, False
-        self.parameters.update({id(p): p for p in parameters})
+    def add(self, parameters: Sequence[torch.Tensor], reduced: Sequence[torch.Tensor] = ()) -> None:
+        """Adds what a forward used, and takes out what another has `reduced` since.
+
+        The rest stays, whatever forwards come between: of several backwards each needs all that its forward used, and an
+        average of what is averaged already changes nothing.
+        """
+        for p in reduced:
+            self.parameters.pop(id(p), None)
+        self.parameters.update({id(p): weakref.ref(p) for p in parameters})
 
     def __call__(self) -> None:
         """Asks for the reduction at the end of the backward that runs."""
@@ -116,8 +124,9 @@ class ReduceAtEnd:
     @torch.no_grad()
     def reduce(self) -> None:
         """Averages the gradients; where some ranks have one and others none, those count as zero."""
-        self.backward, self.reduced = -1, True
-        params = [p for p in self.parameters.values() if p.requires_grad]
+        self.backward = -1
+        self.parameters = {key: each for key, each in self.parameters.items() if each() is not None}
+        params = [p for each in self.parameters.values() if (p := each()) is not None and p.requires_grad]
         if not params:
             return
         group = self.mesh.get_group()

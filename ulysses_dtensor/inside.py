@@ -45,8 +45,9 @@ class Inside(TorchFunctionMode):
     Args:
         group: the ranks among which tokens are cut.
         attentions: of each attention call of the module, in order, which tokens its operands hold.
-        dropouts: of each dropout call, in order, the dim at which its tensor is cut and where other tokens stand.
+        dropouts: of each dropout call, in order, the dim at which its tensor is cut and the tokens that it holds.
         lengths: whole lengths of the cut arguments, by leaf number.
+        sizes: global sizes of all arguments, by leaf number; of those that are no tensors none.
         strategy: how self-attentions are shared out.
         seeded_alike: whether the ranks' generators stood at the same state.
     """
@@ -55,15 +56,16 @@ class Inside(TorchFunctionMode):
         self,
         group: ProcessGroup,
         attentions: Sequence[Operands],
-        dropouts: Sequence[tuple[int, str] | None],
+        dropouts: Sequence[tuple[int, Held] | None],
         lengths: dict[int, int],
+        sizes: Sequence[Sequence[int]],
         *,
         strategy: Strategy = ULYSSES,
         seeded_alike: bool = True,
     ) -> None:
         super().__init__()
         self.group, self.strategy, self.seeded_alike = group, strategy, seeded_alike
-        self.attentions, self.dropouts, self.lengths = attentions, dropouts, lengths
+        self.attentions, self.dropouts, self.lengths, self.sizes = attentions, dropouts, lengths, sizes
         self.calls, self.drops = 0, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,24 +134,36 @@ class Inside(TorchFunctionMode):
             refused = nullcontext() if self.seeded_alike else OwnDraws(query.device, self.group, refused=ALIKE)
             with refused:
                 return call(query, key, value, heads_of(query.shape[head_dim], key.shape[head_dim], 1, 0))
-        return attend(query, key, value, call, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=self.group)
+
+        def on_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> torch.Tensor:
+            try:
+                return call(query, key, value, heads)
+            except PlanError:
+                raise
+            except Exception as error:
+                raise PlanError(
+                    f"UlyssesAttention: a declared attention failed on the {heads.num_query} heads of a rank: {error} If it is "
+                    "given, or has, a tensor with a part for each head, name it in per_head={...}."
+                ) from error
+
+        return attend(query, key, value, on_heads, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=self.group)
 
     def drop(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Drops this rank's tokens by numbers of its own, and what every rank holds alike on all."""
         at, self.drops = self.drops, self.drops + 1
         if not drops(func, args, kwargs):
             return func(*args, **kwargs)
-        dim, others = self.dropouts[at] or (0, None) if at < len(self.dropouts) else (0, "none")
-        if others == "none":
+        dim, held = self.dropouts[at] or (0, None) if at < len(self.dropouts) else (0, Held(0))
+        if held is not None and held.others == "none":
             with own_random_state(args[0].device, self.group):
                 return func(*args, **kwargs)
         if not self.seeded_alike:
             raise PlanError(ALIKE)
-        if others is None:
+        if held is None or held.of is None:
             return func(*args, **kwargs)
         x, ranks, rank = args[0], dist.get_world_size(self.group), dist.get_rank(self.group)
-        own = Tokens(next(iter(self.lengths.values()))).local(ranks, rank)
-        rest, own_first = x.shape[dim] - own, others == "after"
+        own = Tokens(self.lengths[held.of]).local(ranks, rank)
+        rest, own_first = x.shape[dim] - own, held.others == "after"
         pieces = x.split([own, rest] if own_first else [rest, own], dim)
         parts = []
         for piece, is_own in zip(pieces, (own_first, not own_first), strict=True):
@@ -174,7 +188,7 @@ class Inside(TorchFunctionMode):
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         lengths = (query.shape[seq_dim], key.shape[seq_dim])
         of_query, of_key = (
-            each.tokens(local, self.lengths, ranks, rank) for each, local in zip(held, lengths, strict=True)
+            each.tokens(local, self.lengths, self.sizes, ranks, rank) for each, local in zip(held, lengths, strict=True)
         )
         return of_query, of_key
 

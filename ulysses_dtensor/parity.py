@@ -188,7 +188,7 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 
 def _weighted(x: torch.Tensor) -> torch.Tensor:
     """A sum in which every element counts differently, so that no two can be swapped unseen."""
-    weights = torch.arange(x.numel(), device=x.device, dtype=torch.float64).sin().view(x.shape)
+    weights = torch.arange(x.numel(), device=x.device, dtype=torch.float64).add(1).sin().view(x.shape)
     real = torch.view_as_real(x).sum(-1) if x.is_complex() else x
     return (real.double() * weights).sum() / max(1, x.numel()) ** 0.5
 

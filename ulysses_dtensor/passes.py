@@ -13,6 +13,13 @@ def in_backward() -> bool:
     return backward_id() != -1
 
 
+def in_reentrant_recompute() -> bool:
+    """Whether a reentrant checkpoint recomputes on the calling thread: from copies of its inputs that are leaves."""
+    # Private; the one way to learn which node runs. If torch moves it, tests/test_gradients.py says so first.
+    node = torch._C._current_autograd_node() if in_backward() else None
+    return node is not None and node.name() == "CheckpointFunctionBackward"
+
+
 def backward_id() -> int:
     """Returns a number of the backward pass that the calling thread runs in, -1 outside of one."""
     # Private; torch's own checkpointing stands on it. If torch moves it, tests/test_gradients.py says so first.

@@ -97,7 +97,7 @@ class UlyssesPlan(ParallelStyle):
             who=f"UlyssesPlan on {type(module).__name__}",
             world=world,
         )
-        for name, style in self._styles(module).items():
+        for name, style in self.declared(module).items():
             if isinstance(style, UlyssesAttention):
                 declare(module.get_submodule(name), style, mesh, axes=tuple(axes), alone=False)
         converted: set[int] = set()
@@ -130,7 +130,7 @@ class UlyssesPlan(ParallelStyle):
         problems: list[str] = []
         if isinstance(model, DistributedDataParallel):
             problems.append("the model is wrapped in DistributedDataParallel. Convert the module, then wrap it.")
-        styles = self._styles(model)
+        styles = self.declared(model)
         for pattern in self.attention or {}:
             if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in model.named_modules()):
                 problems.append(f"attention pattern {pattern!r} matches no module.")
@@ -151,7 +151,8 @@ class UlyssesPlan(ParallelStyle):
         problems += self._input_problems(model, mesh, found)
         return found, problems
 
-    def _styles(self, model: nn.Module) -> dict[str, Any]:
+    def declared(self, model: nn.Module) -> dict[str, Any]:
+        """Returns what `attention` says of the modules of `model`, by name."""
         styles = {}
         for pattern, style in (self.attention or {}).items():
             styles.update(

@@ -36,7 +36,7 @@ class Decision:
     `hidden` and `sliced` give the token dim of the call's tensor leaves by their number, `outputs` that of each leaf
     of the result (None: no tokens). `contexts` are held sequences of other lengths, `gathered` those that must be gathered.
     `attentions` and `dropouts` say of each such call, in order, which tokens its operands hold. `spare` names parameters
-    that a single token may leave unused.
+    that a single token may leave unused, `unused` are leaves in shards from which no result has a gradient.
     """
 
     hidden: tuple[tuple[int, int], ...]
@@ -47,6 +47,7 @@ class Decision:
     attentions: tuple[tuple[Held, Held], ...]
     dropouts: tuple[Drop, ...]
     spare: tuple[str, ...]
+    unused: tuple[int, ...]
     seconds: float
 
 
@@ -87,12 +88,12 @@ def probe(
     with torch.inference_mode(False), _fresh_caches(), telling_parameters(module):
         # A single value may decide which way the module goes: it stays what it is.
         told = {id(x): telling(x) for x in leaves if isinstance(x, torch.Tensor) and x.numel() != 1}
-        leaves = [told.get(id(x), x) for x in leaves]
+        actual, leaves = leaves, [told.get(id(x), x) for x in leaves]
 
         def trials(option: Option) -> Iterator[Trial]:
             length = seq_len(option.hidden)
             for sliced in _guesses(leaves, option, length, fixed):
-                yield Trial(call, module, leaves, spec, option, sliced, length, tuple(attentions))
+                yield Trial(call, module, leaves, actual, spec, option, sliced, length, tuple(attentions))
 
         for trial, (outputs, held, drops) in _passed(map(trials, options), fixed, trouble):
             return Decision(
@@ -104,6 +105,7 @@ def probe(
                 attentions=held,
                 dropouts=drops,
                 spare=trial.spare_parameters(),
+                unused=trial.unused_leaves(),
                 seconds=time.perf_counter() - started,
             )
     reason = str(max(trouble, key=lambda rejected: rejected.weight)) if trouble else "no argument could hold tokens"

@@ -17,7 +17,7 @@ from ulysses_dtensor.trees import tree_flatten
 def recorder_of(region: Region) -> Recorder | None:
     """Returns what looks after the hooks that record now, None where none do."""
     lists = region.world.recorded()
-    return None if lists is None else Recorder(lists)
+    return None if lists is None else Recorder(lists, region.reducer)
 
 
 class Recorder:
@@ -26,8 +26,8 @@ class Recorder:
     Rows of tokens (B * S, ...), as routers give them, are (B, S, ...) on the way.
     """
 
-    def __init__(self, lists: dict[str, list[Any]]) -> None:
-        self.lists = lists
+    def __init__(self, lists: dict[str, list[Any]], on_backward: Callable[[], None]) -> None:
+        self.lists, self.on_backward = lists, on_backward
         self.flat: dict[str, list[bool]] = {}
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ class Recorder:
         own, taken = result
         for name, values in taken.items():
             for x, flat in zip(values, self.flat[name], strict=True):
-                self.lists[name].append(_as_recorded(x) if flat else x)
+                self.lists[name].append(_as_recorded(x, self.on_backward) if flat else x)
         return own
 
 
@@ -79,7 +79,7 @@ def _is_flat(x: Any, rows: tuple[int, int]) -> bool:
     return isinstance(x, torch.Tensor) and x.ndim == 2 and x.shape[0] == rows[0] * rows[1] > 0
 
 
-def _as_recorded(x: Any) -> Any:
+def _as_recorded(x: Any, on_backward: Callable[[], None]) -> Any:
     if isinstance(x, DTensor) and dim_of(x) == 1:
-        return flat_rows(x)
+        return flat_rows(x, on_backward)
     return x.flatten(0, 1)

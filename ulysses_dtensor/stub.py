@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +40,14 @@ class Dropout:
 
 
 class AttentionStub(TorchFunctionMode):
-    """Replaces attention by a function of each token alone that depends on all of query, key and value."""
+    """Replaces attention by a function of each token alone that depends on all of query, key and value.
 
-    def __init__(self) -> None:
+    `made_up` are numbers of tokens that only the probe has: what has such a size is made from the tokens at hand.
+    """
+
+    def __init__(self, made_up: Collection[int]) -> None:
         super().__init__()
+        self.made_up = made_up
         self.flags: list[tuple[Any, ...]] = []
         self.attentions: list[Attention] = []
         self.dropouts: list[Dropout] = []
@@ -80,12 +85,11 @@ class AttentionStub(TorchFunctionMode):
         flags = ("scaled_dot_product_attention", float(dropout_p), bool(is_causal), scale, bool(enable_gqa))
         if (
             attn_mask is not None
-            and attn_mask.ndim >= 2
-            and query.shape[-2] in attn_mask.shape[-2:]
-            and query.shape[-2] > 1
+            and attn_mask.ndim >= 1
+            and (at_hand := {query.shape[-2], key.shape[-2]} & set(attn_mask.shape[-2:]) & set(self.made_up))
         ):
             raise PlanError(
-                f"its attention mask {tuple(attn_mask.shape)} is made from the tokens at hand ({query.shape[-2]}), not "
+                f"its attention mask {tuple(attn_mask.shape)} is made from the tokens at hand ({at_hand.pop()}), not "
                 "from the whole sequence. Make it before the blocks and pass it to them; pass it twice where the block uses it for "
                 "each token too"
             )

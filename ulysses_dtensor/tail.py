@@ -74,7 +74,7 @@ class Tail(TorchFunctionMode):
         name = _name(func)
         held = [x for x in _tensors((args, kwargs)) if is_shard_of(x, self.mesh)]
         deferred = [x for x in _tensors((args, kwargs)) if isinstance(x, Deferred)]
-        if held and name == "register_hook" and not _is_torchs(args[1:], kwargs):
+        if (held or deferred) and name == "register_hook" and not _is_torchs(args[1:], kwargs):
             raise PlanError(
                 "UlyssesPlan: register_hook on a hidden state between the blocks, where it is held in shards: the hook would "
                 "see a shard's gradient. Hook the model's inputs or outputs."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -35,7 +35,17 @@ class Trial(Tryout):
     def without(self, leaf: int) -> Trial:
         """Returns the same trial with one leaf left whole."""
         sliced = {at: dim for at, dim in self.sliced.items() if at != leaf}
-        return Trial(self.call, self.module, self.leaves, self.spec, self.option, sliced, self.seq_len, self.attentions)
+        return Trial(
+            self.call,
+            self.module,
+            self.leaves,
+            self.actual,
+            self.spec,
+            self.option,
+            sliced,
+            self.seq_len,
+            self.attentions,
+        )
 
     def verdict(self, trouble: list[Rejected]) -> Verdict | None:
         """Returns the outputs' token dims and the number of attention calls, or None, with the reason in `trouble`."""
@@ -66,7 +76,8 @@ class Trial(Tryout):
         if whole.attentions and all(self._misplaced(call) for call in whole.attentions):
             raise Rejected(3, self._strange_operands(whole.attentions))
         compare(whole, part, some, dims, "a slice of its tokens")
-        held = self._held(whole, part, some, dims)
+        parts = self._parts(whole, part, some, dims)
+        held = self._held(whole, parts)
         for single in ([self.tokens // 2], [self.tokens - 1]):
             alone = self.run(single, plain_errors=True)
             compare(whole, alone, single, dims, "a single token")
@@ -80,20 +91,22 @@ class Trial(Tryout):
             calls = zip(whole.attentions, dirty.attentions, held, strict=True)
             if not all(untouched(a, b, each, clean) for a, b, each in calls):
                 raise Rejected(5, TAINTED)
+        self._check_actual_values(everything, some, held)
+        empty = self.run(everything, plain_errors=True, tainted=everything, taint=0.0)
+        if len(empty.attentions) != len(whole.attentions):
+            raise Rejected(6, "whether its attention runs depends on its tokens' values, which differ between ranks")
         self._compare_gradients(everything, some, dims)
         self.returns_whole_stream = any(
             dim is None and isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim >= 3
             for x, dim in zip(whole.outputs, dims, strict=True)
         )
-        return dims, held, drops_of(whole, part, self._subset(some), held)
+        return dims, held, drops_of(whole, parts, held)
 
     def _subset(self, at: list[int]) -> Subset:
         return Subset(next(iter(self.hidden)), tuple(at), self.tokens)
 
-    def _held(
-        self, whole: Run, part: Run, some: list[int], dims: tuple[int | None, ...]
-    ) -> tuple[tuple[Held, Held], ...]:
-        """Returns what each attention call's operands hold: the hidden state's tokens, another cut argument's, or whole ones."""
+    def _parts(self, whole: Run, part: Run, some: list[int], dims: tuple[int | None, ...]) -> list[tuple[Run, Subset]]:
+        """Returns runs on some tokens of one argument that is cut: the hidden state, and each other sequence in shards."""
         parts = [(part, self._subset(some))]
         for number, context in enumerate(self.option.contexts):
             count = self.context_tokens[number]
@@ -101,6 +114,10 @@ class Trial(Tryout):
             run = self.run(list(range(self.tokens)), plain_errors=True, contexts={number: at})
             compare(whole, run, list(range(self.tokens)), dims, "some tokens of another sequence")
             parts.append((run, Subset(next(iter(context)), tuple(at), count)))
+        return parts
+
+    def _held(self, whole: Run, parts: list[tuple[Run, Subset]]) -> tuple[tuple[Held, Held], ...]:
+        """Returns what each attention call's operands hold: the hidden state's tokens, another cut argument's, or whole ones."""
         if any(len(run.attentions) != len(whole.attentions) for run, _ in parts):
             raise Rejected(6, "it calls attention another number of times for fewer tokens")
         found = []
@@ -108,10 +125,38 @@ class Trial(Tryout):
             held = held_by(call, [(run.attentions[number], subset) for run, subset in parts])
             if held is None:
                 raise Rejected(3, self._strange_operands([call]))
-            found.append(held)
+            found.append((self._with_others(held[0], call.query, call), self._with_others(held[1], call.key, call)))
         if whole.attentions and not any(each.of is not None for held in found for each in held):
             raise Rejected(3, self._strange_operands(whole.attentions))
         return tuple(found)
+
+    def _with_others(self, held: Held, operand: torch.Tensor, call: Attention) -> Held:
+        """Returns `held` with the number of tokens that every rank holds, and which argument has so many."""
+        counts = {next(iter(dims)): self.context_tokens[at] for at, dims in enumerate(self.option.contexts)}
+        own = counts.get(held.of, self.tokens) if held.of is not None else 0
+        others = operand.shape[call.seq_dim] - own
+        cut = {*self.hidden, *self.sliced, *(at for dims in self.option.contexts for at in dims)}
+        likes = (
+            (at, dim)
+            for at, x in enumerate(self.leaves)
+            if isinstance(x, torch.Tensor) and at not in cut and x.ndim > 1
+            for dim in range(x.ndim)
+        )
+        like = next(((at, dim) for at, dim in likes if others and self.leaves[at].shape[dim] == others), None)
+        return replace(held, count=others, like=like)
+
+    def _check_actual_values(self, everything: list[int], some: list[int], held: tuple[tuple[Held, Held], ...]) -> None:
+        """The probe gave constant arguments other values: with their own, attention has to be given the same tokens."""
+        if all(a is b for a, b in zip(self.leaves, self.actual, strict=True)):
+            return
+        whole, part = (self.run(at, plain_errors=True, actual=True) for at in (everything, some))
+        calls = [held_by(a, [(b, self._subset(some))]) for a, b in zip(whole.attentions, part.attentions, strict=False)]
+        own = {next(iter(self.hidden))}
+        expected = [tuple(each if each.of in own else Held(None) for each in pair) for pair in held]
+        if len(whole.attentions) != len(held) or calls != expected:
+            raise Rejected(
+                6, "which tokens its attention gets depends on the values of an argument (a mask that is all zeros)"
+            )
 
     def _misplaced(self, call: Attention) -> bool:
         """Whether neither query nor key can hold the tokens, by their number."""
@@ -152,6 +197,12 @@ class Trial(Tryout):
             if not trainable <= {id(getattr(node, "variable", None)) for node in graph_nodes(run.outputs)}:
                 return tuple(named)
         return tuple(name for name, p in named.items() if not p.requires_grad)  # frozen now, perhaps not for ever
+
+    def unused_leaves(self) -> tuple[int, ...]:
+        """Returns the leaves in shards on which no result of the module depends, for gradients."""
+        run = self.run(list(range(self.tokens)), plain_errors=True, gradients=True)
+        used = {id(getattr(node, "variable", None)) for node in graph_nodes(run.outputs)}
+        return tuple(at for at, x in run.given.items() if id(x) not in used)
 
     def _compare_gradients(self, everything: list[int], some: list[int], dims: tuple[int | None, ...]) -> None:
         """Backward too must keep tokens apart, and be linear: what leaves the region multiplies gradients."""

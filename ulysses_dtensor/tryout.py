@@ -31,7 +31,7 @@ class Rejected(Exception):
 
 @dataclass
 class Run:
-    """What one run came to; `hidden` are its inputs, for gradients."""
+    """What one run came to; `hidden` are its inputs, for gradients, `given` all that hold tokens."""
 
     outputs: list[Any]
     spec: TreeSpec
@@ -42,6 +42,7 @@ class Run:
     buffers: dict[str, torch.Tensor]
     attributes: dict[str, Any]
     hidden: dict[int, torch.Tensor]
+    given: dict[int, torch.Tensor]
 
 
 class Tryout:
@@ -52,13 +53,14 @@ class Tryout:
         call: Callable[..., Any],
         module: nn.Module,
         leaves: Sequence[Any],
+        actual: Sequence[Any],
         spec: TreeSpec,
         option: Option,
         sliced: Dims,
         seq_len: int,
         attentions: tuple[nn.Module, ...],
     ) -> None:
-        self.call, self.module, self.leaves, self.spec = call, module, leaves, spec
+        self.call, self.module, self.leaves, self.actual, self.spec = call, module, leaves, actual, spec
         self.option, self.sliced, self.seq_len, self.attentions = option, sliced, seq_len, attentions
         self.hidden, self.returns_whole_stream = option.hidden, False
         sizes = {size for x in leaves if isinstance(x, torch.Tensor) for size in x.shape} | {seq_len}
@@ -81,6 +83,7 @@ class Tryout:
         consecutive: bool = False,
         uncut: Sequence[int] = (),
         contexts: Mapping[int, list[int]] = MappingProxyType({}),
+        actual: bool = False,
     ) -> Run:
         """Returns the run on the tokens numbered `at`, of which the `tainted` ones hold `taint`.
 
@@ -93,11 +96,12 @@ class Tryout:
             consecutive: per-token leaves are cut to their first entries, not to entries spread over them.
             uncut: leaves that are left whole though they are per token.
             contexts: which tokens of other sequences are given, by their number; all of those left out.
+            actual: whether arguments used whole have the call's own values, not telling ones.
 
         Raises:
             Rejected: it raised, wrote to what it was given, or returned what cannot be looked into.
         """
-        leaves = list(self.leaves)
+        leaves = list(self.actual if actual else self.leaves)
         made: dict[tuple[int, int], torch.Tensor] = {}
         for number, dims in enumerate((*self.option.contexts, self.option.gathered)):
             for leaf, dim in dims.items():
@@ -130,7 +134,8 @@ class Tryout:
         ]
         watch = Watch(self.module, {**{f"argument {at}": x for at, x in enumerate(args)}, **kwargs})
         before = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
-        stub = AttentionStub()
+        counts = (len(at), *(len(contexts.get(number, range(n))) for number, n in enumerate(self.context_tokens)))
+        stub = AttentionStub({count for count in counts if count > 1})
         try:
             with unseen(gradients), stub:
                 result = self.call(*args, **kwargs)
@@ -170,6 +175,7 @@ class Tryout:
             written,
             attributes,
             {at: leaves[at] for at in self.hidden},
+            {at: leaves[at] for at in drawn},
         )
 
     def values(

@@ -42,7 +42,12 @@ class FunctionCall:
     """One call of an attention function, to be run with the heads of a rank."""
 
     def __init__(
-        self, original: Callable[..., Any], module: nn.Module, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        original: Callable[..., Any],
+        module: nn.Module,
+        region: Region,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         self.original, self.module, self.region = original, module, region
         named = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False))
@@ -86,7 +91,9 @@ class FunctionCall:
         """Returns (B, H, S, D) of whole sequences of some heads."""
         self.ran = True
         if heads.num_query == self.num_heads:
-            result = self.original(self.module, query, key, value, *self._mask_and_rest(self.given), **self._named(self.given))
+            result = self.original(
+                self.module, query, key, value, *self._mask_and_rest(self.given), **self._named(self.given)
+            )
             self.weights = result[1]
             return result[0].transpose(1, 2)
         key, value = pair_kv(key, value, heads, 1)
@@ -111,7 +118,12 @@ class FunctionCall:
         if name == "attention_mask" and hasattr(x, "mask_mod"):
             return block_mask_of(x, heads)
         dim = _PER_HEAD.get(name)
-        if dim is None or not isinstance(x, torch.Tensor) or x.ndim != _DIMS[name] or x.shape[dim] == 1 < self.num_heads:
+        if (
+            dim is None
+            or not isinstance(x, torch.Tensor)
+            or x.ndim != _DIMS[name]
+            or x.shape[dim] == 1 < self.num_heads
+        ):
             return x
         if x.shape[dim] != self.num_heads:
             raise PlanError(

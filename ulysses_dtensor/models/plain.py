@@ -35,7 +35,9 @@ class Found:
 def find(model: nn.Module, declared: dict[str, nn.Module], world: World) -> Found:
     """Returns what to convert in `model`: the attentions declared, or else found by reading what forward calls."""
     attentions = declared or {
-        name: module for name, module in model.named_modules() if calls_attention(module) or world.calls_attention(module)
+        name: module
+        for name, module in model.named_modules()
+        if calls_attention(module) or world.calls_attention(module)
     }
     blocks: dict[str, list[str]] = {}
     for name in attentions:

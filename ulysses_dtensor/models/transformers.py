@@ -81,7 +81,11 @@ class Transformers(World):
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Puts what raises when it is used where one device returns the cache that nobody asked for."""
-        if not is_transformers(module) or not _takes(module, "use_cache") or "use_cache" in _bound(module, args, kwargs):
+        if (
+            not is_transformers(module)
+            or not _takes(module, "use_cache")
+            or "use_cache" in _bound(module, args, kwargs)
+        ):
             return result
         if getattr(module.config, "use_cache", False) and isinstance(result, ModelOutput):
             for name in _CACHES:
@@ -97,7 +101,12 @@ class Transformers(World):
 
     def checkpoint(self, module: nn.Module) -> Callable[..., Any] | None:
         """Returns the function by which a `GradientCheckpointingLayer` would checkpoint its forward."""
-        if _checkpoints_itself(module) and module.gradient_checkpointing and module.training and torch.is_grad_enabled():
+        if (
+            _checkpoints_itself(module)
+            and module.gradient_checkpointing
+            and module.training
+            and torch.is_grad_enabled()
+        ):
             return module._gradient_checkpointing_func  # type: ignore[return-value] - set by gradient_checkpointing_enable
         return None
 
@@ -171,7 +180,11 @@ def _show(reading: Reading) -> None:
                     target[name] = partial(seen_attention, function)
                 else:
                     target.register(name, partial(seen_attention, function))
-        elif each.put is not None and inspect.isfunction(target) and re.search(r"eager.*attention|attention.*eager", target.__name__):
+        elif (
+            each.put is not None
+            and inspect.isfunction(target)
+            and re.search(r"eager.*attention|attention.*eager", target.__name__)
+        ):
             each.put(partial(seen_attention, target))
 
 

@@ -85,12 +85,18 @@ def inputs_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=generator)
     yield "plain", {"input_ids": ids, "labels": ids}
     at = torch.arange(LENGTH)
-    for side, kept in (("left", at >= torch.tensor([[0], [4]])), ("right", at < torch.tensor([[LENGTH], [LENGTH - 4]]))):
-        yield f"padded {side}", {
-            "input_ids": ids,
-            "attention_mask": kept.long(),
-            "labels": ids.masked_fill(~kept, -100),
-        }
+    for side, kept in (
+        ("left", at >= torch.tensor([[0], [4]])),
+        ("right", at < torch.tensor([[LENGTH], [LENGTH - 4]])),
+    ):
+        yield (
+            f"padded {side}",
+            {
+                "input_ids": ids,
+                "attention_mask": kept.long(),
+                "labels": ids.masked_fill(~kept, -100),
+            },
+        )
     positions = torch.cat((torch.arange(5), torch.arange(LENGTH - 5)))[None]
     # With a cache, which is on by default, the library does not look for documents in the positions.
     yield "packed", {"input_ids": ids[:1], "position_ids": positions, "labels": ids[:1], "use_cache": False}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,19 +17,25 @@ WIDTH = HEADS * HEAD_SIZE
 
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "n_embed", "embedding_size", "word_embed_proj_dim"), WIDTH),
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "dim", "n_embed", "embedding_size", "word_embed_proj_dim"), WIDTH
+    ),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "encoder_ffn_dim"), 64),
     **dict.fromkeys(("decoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("expert_ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("intermediate_size_mlp", "shared_intermediate_size", "block_ff_dim"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), LAYERS),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), LAYERS
+    ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), HEADS),
     **dict.fromkeys(("encoder_attention_heads",), HEADS),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num"), KV_HEADS),
     **dict.fromkeys(("head_dim", "d_kv", "attention_head_dim", "global_head_dim", "swa_head_dim"), HEAD_SIZE),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 64),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"), 2),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"), 2
+    ),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), HEAD_SIZE // 2),
@@ -111,7 +116,13 @@ def _with_random_weights(model: nn.Module) -> nn.Module:
 
 
 def _configs(kind: type[PreTrainedConfig]) -> Iterator[PreTrainedConfig]:
-    for changes in ({}, {"num_key_value_heads": HEADS, "num_kv_heads": HEADS}, {"head_dim": None}, {"hidden_size": 64, "num_attention_heads": 4}, {"num_hidden_layers": 4, "n_layer": 4}):
+    for changes in (
+        {},
+        {"num_key_value_heads": HEADS, "num_kv_heads": HEADS},
+        {"head_dim": None},
+        {"hidden_size": 64, "num_attention_heads": 4},
+        {"num_hidden_layers": 4, "n_layer": 4},
+    ):
         try:
             yield _shrunk(kind, changes)
         except Exception:
@@ -122,9 +133,13 @@ def _shrunk(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrained
     default = kind()
     known = {**default.to_dict()}
     values = {name: value for name, value in {**_SIZES, **changes}.items() if name in known and value is not None}
-    values |= {name: 0.0 for name, value in known.items() if isinstance(value, float) and any(part in name for part in _ZERO)}
+    values |= {
+        name: 0.0 for name, value in known.items() if isinstance(value, float) and any(part in name for part in _ZERO)
+    }
     values |= {name: value for name, value in _TOKENS.items() if name in known}
-    layers = next((values[name] for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if name in values), LAYERS)
+    layers = next(
+        (values[name] for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if name in values), LAYERS
+    )
     for name, value in known.items():
         if isinstance(value, (list, tuple)) and "layer" in name and name not in values and len(value) > layers:
             kinds = list(dict.fromkeys(map(str, value)))
