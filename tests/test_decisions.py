@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_zoo import HEAD_SIZE, HEADS, WIDTH, loss_of, numbers, seeded
-from one_device import Run, assert_runs_equal, call, gradients_of, refused, whole
+from one_device import Run, assert_runs_equal, call, gradients_of, refused, refused_model, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -310,6 +310,37 @@ def test_of_two_streams_the_longer_is_cut(sizes: tuple[int, int]) -> None:
 
     run_on_mesh({"sp": 2}, run)
     assert seen[-1] == tuple(12 if size == 24 else size for size in sizes)
+
+
+def per_token(block: Block, x: torch.Tensor, kinds: Any) -> torch.Tensor:
+    kinds = kinds.kinds if isinstance(kinds, SimpleNamespace) else kinds
+    return x * kinds[:, : x.shape[1], None] + block.a(x)
+
+
+PADDED = torch.ones(2, 23, dtype=torch.bool)
+PADDED[1, 21:] = False
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [torch.zeros(2, 23, dtype=torch.long), torch.arange(46).view(2, 23) % 3],
+        [PADDED],
+        [torch.ones(2, 23, dtype=torch.bool), PADDED],
+        [(torch.arange(23) // 12).expand(2, -1), torch.arange(46).view(2, 23) % 3],
+    ],
+    ids=["zeros at first", "two padded", "none padded at first", "segments"],
+)
+def test_an_argument_cut_to_the_tokens_at_hand_whose_first_values_tell_little(kinds: list[torch.Tensor]) -> None:
+    calls = [{"x": tokens(23), "kinds": each} for each in kinds]
+    assert_calls_equal_one_device(seeded(lambda: Model(per_token)), calls, 2)
+
+
+def test_rejects_the_same_in_an_object() -> None:
+    model, kinds = seeded(lambda: Model(per_token)), SimpleNamespace(kinds=torch.ones(2, 23, dtype=torch.bool))
+    message = refused_model(model, {"x": tokens(23), "kinds": kinds})
+    assert "another result for a slice of its tokens" in message
+    assert bool(kinds.kinds.all())  # the probe has put its values back
 
 
 # What a block was not given

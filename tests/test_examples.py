@@ -174,7 +174,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
             time.sleep(0.1)
         assert len(list(tmp_path.glob("*.ready"))) == 2
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
-        output, _ = process.communicate(timeout=10)
+        output, _ = process.communicate(timeout=60)
         assert process.returncode == 130, output
         assert "interrupted; all ranks are ended" in output
         assert "Traceback" not in output

@@ -331,6 +331,32 @@ def local_mask(self: Any, q: Any, k: Any, v: Any, options: Any) -> Any:
     return DENSE(q, k, v, **{**options, "block_mask": create_block_mask(causal, None, None, tokens, tokens, "cpu")})
 
 
+class OfLength:
+    """A score_mod with the number of tokens at hand in an object."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def __call__(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s / self.tokens
+
+    def method(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s / self.tokens
+
+
+def object_of_length(self: Any, q: Any, k: Any, v: Any, options: Any) -> Any:
+    return DENSE(q, k, v, **{**options, "score_mod": OfLength(q.shape[2])})
+
+
+def method_of_length(self: Any, q: Any, k: Any, v: Any, options: Any) -> Any:
+    return DENSE(q, k, v, **{**options, "score_mod": OfLength(q.shape[2]).method})
+
+
+def closure_over_length(self: Any, q: Any, k: Any, v: Any, options: Any) -> Any:
+    held = OfLength(q.shape[2])
+    return DENSE(q, k, v, **{**options, "score_mod": lambda s, b, h, i, j: s / held.tokens})
+
+
 def gate_of_tokens(self: Any, q: Any, k: Any, v: Any, options: Any) -> Any:
     gate = q.sum(-1)
 
@@ -354,6 +380,9 @@ def scale_of_tokens(self: Any, q: Any, k: Any, v: Any, options: Any) -> Any:
     [
         (with_attend(local_mask), "is made from the tokens at hand"),
         (with_attend(gate_of_tokens), "its attention was called with other arguments"),
+        (with_attend(object_of_length), "its attention was called with other arguments"),
+        (with_attend(method_of_length), "its attention was called with other arguments"),
+        (with_attend(closure_over_length), "its attention was called with other arguments"),
         (with_attend(length_in_a_closure), "its attention was called with other arguments"),
         (with_attend(scale_of_tokens), "its attention was called with other arguments"),
         (with_attend(lambda self, q, k, v, o: DENSE(q, k, v, o["score_mod"])), "Pass enable_gqa=True, or repeat"),

@@ -78,7 +78,8 @@ def test_output_and_gradients_equal_one_device(
         assert_close(
             torch.cat([results[at] for results, _, _ in found], -2), reference, f"tensor {at}", 1e-9, floor=1e-3
         )
-    assert all(kinds == ["all-to-all"] * 2 * (rows * columns > 1) for _, kinds, _ in found)
+    if seq_len:  # of nothing, nothing need be sent
+        assert all(kinds == ["all-to-all"] * 2 * (rows * columns > 1) for _, kinds, _ in found)
 
 
 @given(rows=st.integers(1, 5), columns=st.integers(1, 4), seq_len=st.integers(0, 60), balanced=st.booleans())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,12 +11,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from model_zoo import HEAD_SIZE, HEADS, VOCABULARY, WIDTH, ids_of, numbers, seeded
-from one_device import assert_close, assert_equals_one_device, refused
+from model_zoo import HEAD_SIZE, HEADS, VOCABULARY, WIDTH, RotaryDecoder, ids_of, loss_of, numbers, seeded
+from one_device import (
+    assert_close,
+    assert_equals_one_device,
+    assert_runs_equal,
+    in_parallel,
+    on_one_device,
+    refused,
+    refused_model,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from ulysses_dtensor import count_collectives
+from ulysses_dtensor import UlyssesPlan, count_collectives, parallelize_module
 from ulysses_dtensor.layout import chunk
 from ulysses_dtensor.sdpa import sharded_sdpa
 from ulysses_dtensor.testing import run_on_mesh
@@ -220,3 +230,127 @@ def given_to(*tensors: torch.Tensor, **options: Any) -> Any:
 )
 def test_rejects_what_it_cannot_cut(action: Any, message: str) -> None:
     assert message in refused(2, action)
+
+
+# In models
+
+
+class Attends(nn.Module):
+    """`call` is given query, key and value, the tokens at hand and the rest."""
+
+    def __init__(self, call: Any, kv_heads: int = HEADS) -> None:
+        super().__init__()
+        self.call, self.sizes = call, [HEADS, kv_heads, kv_heads]
+        self.qkv, self.out = nn.Linear(WIDTH, sum(self.sizes) * HEAD_SIZE), nn.Linear(HEADS * HEAD_SIZE, WIDTH)
+        self.gate, self.bias = nn.Linear(WIDTH, HEADS), nn.Parameter(torch.randn(HEADS, 12, 12))
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2).split(self.sizes, 1)
+        return x + self.out(self.call(self, q, k, v, x, *rest).transpose(1, 2).flatten(2))
+
+
+class AttendsModel(nn.Module):
+    def __init__(self, call: Any, kv_heads: int = HEADS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attends(call, kv_heads) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, rest: Any = ()) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, *rest)
+        return x
+
+
+DISTANCE = (torch.arange(12)[:, None] - torch.arange(12)).double()
+
+
+@pytest.mark.parametrize(
+    "mask_of",
+    [
+        lambda self, x: DISTANCE / x.shape[1] ** 0.5,
+        lambda self, x: self.bias / x.shape[1] ** 0.5,
+        lambda self, x: self.gate(x.mean(1))[:, :, None, None] * DISTANCE,
+    ],
+    ids=["a number of tokens", "a learned bias over it", "a mean of tokens"],
+)
+def test_rejects_a_whole_mask_with_values_of_the_tokens_at_hand(mask_of: Any) -> None:
+    def call(self: Attends, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask_of(self, x))
+
+    message = refused_model(seeded(lambda: AttendsModel(call)), {"x": numbers(2, 12, WIDTH)})
+    assert "its attention was called with other arguments" in message
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rejects_a_mask_of_keys_cut_to_the_tokens_at_hand(ranks: int) -> None:
+    """Of one token on a rank it would broadcast."""
+
+    def call(self: Attends, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, self.bias[0, 0, : x.shape[1]])
+
+    message = refused_model(seeded(lambda: AttendsModel(call)), {"x": numbers(2, 3, WIDTH)}, ranks)
+    assert "is made from the tokens at hand" in message
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_one_kv_head_is_broadcast_as_torch_does(ranks: int) -> None:
+    def call(self: Attends, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    assert_equals_one_device(seeded(lambda: AttendsModel(call, kv_heads=1)), {"x": numbers(2, 12, WIDTH)}, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_one_batch_of_queries_is_broadcast_as_torch_does(ranks: int) -> None:
+    def call(
+        self: Attends, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor, memory: torch.Tensor
+    ) -> torch.Tensor:
+        k, v = self.qkv(memory).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2).split(self.sizes, 1)[1:]
+        return F.scaled_dot_product_attention(q, k, v)
+
+    inputs = {"x": numbers(1, 12, WIDTH), "rest": (numbers(3, 7, WIDTH, seed=1),)}
+    assert_equals_one_device(seeded(lambda: AttendsModel(call)), inputs, ranks)
+
+
+@pytest.mark.parametrize("sizes", [{"sp": 2}, {"sp": 5}, {"cp": 2, "sp": 1}, {"cp": 2, "sp": 2}], ids=str)
+@pytest.mark.parametrize("kind", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("made", ["in the model", "in the block"])
+def test_causal_masks_of_torchs_own_class(made: str, kind: Any, sizes: dict[str, int]) -> None:
+    def call(
+        self: Attends, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor, mask: Any = None
+    ) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=kind(x.shape[1], x.shape[1]) if mask is None else mask)
+
+    class WithMask(AttendsModel):
+        def forward(self, x: torch.Tensor, rest: Any = ()) -> torch.Tensor:
+            return super().forward(x, () if made == "in the block" else (kind(x.shape[1], x.shape[1]),))
+
+    model, inputs = seeded(lambda: WithMask(call)), {"x": numbers(2, 13, WIDTH)}
+    reference = on_one_device(model, inputs)
+    for run in run_on_mesh(sizes, in_parallel, model, inputs, UlyssesPlan, loss_of):
+        assert_runs_equal(run, reference)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 9, 10])
+def test_keys_as_many_as_the_probe_makes_up_or_takes_away(keys: int) -> None:
+    """With two registers they are 3, 4, 11 and 12: what a number of tokens is does not decide whose they are."""
+
+    def call(
+        self: Attends, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor, text: torch.Tensor
+    ) -> torch.Tensor:
+        x = F.scaled_dot_product_attention(q, k, v)
+        memory = torch.cat((self.gate.weight[None, :2].expand(len(text), -1, -1), text), 1)[
+            :, : 1 if keys == 1 else None
+        ]
+        k, v = self.qkv(memory).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2).split(self.sizes, 1)[1:]
+        return x + F.scaled_dot_product_attention(q, k, v)
+
+    inputs = {"x": numbers(2, 16, WIDTH), "rest": (numbers(2, keys, WIDTH, seed=1),)}
+    run = assert_equals_one_device(seeded(lambda: AttendsModel(call)), inputs, 2)
+    assert run.forward.count("all-to-all") == 8
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_bfloat16_model_is_not_refused_for_its_rounding(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = RotaryDecoder().bfloat16()
+    run_on_mesh({"sp": 2}, lambda mesh: parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan())(ids_of(2, 13)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.exchange import exchange
+from ulysses_dtensor.gradients import tie
 from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.layout import Box, chunk
 from ulysses_dtensor.route import Route, route
@@ -38,6 +39,7 @@ def attend(
     tokens: tuple[Tokens, Tokens],
     group: ProcessGroup,
     without_heads: Callable[[torch.Tensor, torch.Tensor], Any] = _zeros,
+    trained: Iterable[torch.Tensor] = (),
 ) -> Result:
     """Returns this rank's tokens of an attention over the whole sequence.
 
@@ -53,6 +55,7 @@ def attend(
         tokens: of the query, and of key and value: which are cut over the group, which every rank holds.
         group: the ranks among which the sequence is cut.
         without_heads: what `call` would return for (query, value) of no heads, for more ranks than heads.
+        trained: what else `call` computes with that may have a gradient (a learned bias).
 
     Raises:
         PlanError: the tokens or heads are not what the plan promises.
@@ -67,6 +70,9 @@ def attend(
     if ranks == 1:
         return call(query, key, value, heads_of(num_heads, num_kv_heads, 1, 0))
     heads = heads_of(num_heads, num_kv_heads, ranks, rank)
+    if torch.is_grad_enabled() and num_heads and not heads_of(num_heads, num_kv_heads, ranks, ranks - 1).num_query:
+        # A rank without heads does not call it: it has to know of the same gradients as those that do.
+        query = tie(query, list(trained))
     cut = [at for at, each in enumerate(of_operand) if each.cut]
     operands = [query, key, value]
     wholes = tuple(_with(tuple(x.shape), seq_dim, each.cut) for x, each in zip(operands, of_operand, strict=True))

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ulysses_dtensor.attend import attend, pair_kv
 from ulysses_dtensor.boundary import joined
+from ulysses_dtensor.contents import held_hash, held_tensors
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.flex import GlobalHeads, show_flex
 from ulysses_dtensor.gradients import tie
@@ -200,15 +201,22 @@ def _attention_forward(
     tokens = None if plain else _checked_tokens(style, mesh, (query, key, value))
     if not plain:
         query, key, value = (x.to_local() for x in (query, key, value))
-    if torch.is_grad_enabled() and call.leaves_a_rank_out:
-        # A rank without heads does not call the module: it has to know of the same gradients as those that do.
-        query = tie(query, call.trained)
     seq_dim, head_dim = style.seq_dim, style.head_dim
     if tokens is None:
         own = mesh if alone else None
         out = declared_attention(query, key, value, call, seq_dim=seq_dim, head_dim=head_dim, mesh=own)
         return out if call.ran else tie(out, call.trained)  # the probe's stand-in does not call the module either
-    out = attend(query, key, value, call, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=mesh.get_group())
+    out = attend(
+        query,
+        key,
+        value,
+        call,
+        seq_dim=seq_dim,
+        head_dim=head_dim,
+        tokens=tokens,
+        group=mesh.get_group(),
+        trained=call.trained,
+    )
     return joined(out, mesh, seq_dim, tokens[0].cut)
 
 
@@ -229,6 +237,7 @@ class _Call:
         self.module, self.style, self.mesh, self.given, self.num_heads = module, style, mesh, given, num_heads
         self.forward, self.args, self.kwargs = forward, args, kwargs
         self.ran = False
+        self.mask_heads: list[int] = []
 
     @property
     def others(self) -> list[Any]:
@@ -236,7 +245,13 @@ class _Call:
         places = _places(self.module, self.args, self.kwargs)
         args = [x for at, x in enumerate(self.args) if at not in places]
         leaves = tree_flatten((args, {name: x for name, x in self.kwargs.items() if name not in places}))[0]
-        return [x for x in leaves if x is None or isinstance(x, (torch.Tensor, bool, int, float, str))]
+        simple = (torch.Tensor, bool, int, float, str, type(None))
+        return [x if isinstance(x, simple) else f"{type(x).__name__} that holds ({held_hash(x):x})" for x in leaves]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the heads."""
+        return self.mesh.size()
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> torch.Tensor:
         self.ran = True
@@ -248,10 +263,10 @@ class _Call:
             else:
                 kwargs[at] = x
         if heads.num_query == self.num_heads:
-            with GlobalHeads(heads, self.num_heads):
+            with GlobalHeads(heads, self.num_heads, self.mask_heads):
                 out = self.forward(*args, **kwargs)
         else:
-            with on_some_heads(heads, self.num_heads, query.device, self.mesh):
+            with on_some_heads(heads, self.num_heads, query.device, self.mesh, self.mask_heads):
                 out = call_with_heads(self.forward, self.module, self.given, heads, tuple(args), kwargs)
         if not isinstance(out, torch.Tensor):
             raise PlanError(
@@ -269,21 +284,25 @@ class _Call:
     def trained(self) -> list[torch.Tensor]:
         """What the module computes with besides query, key and value, where it may have a gradient."""
         own = [p for p in self.module.parameters() if not isinstance(p, DTensor)]
-        return own + [each.x for each in self.given if each.at is not None]
+        places = _places(self.module, self.args, self.kwargs)
+        given = [x for at, x in (*enumerate(self.args), *self.kwargs.items()) if at not in places]
+        return own + [x for x in held_tensors(tuple(given)) if x.requires_grad]
 
 
-def leaves_a_rank_out(num_heads: int, mesh: DeviceMesh) -> bool:
+def leaves_a_rank_out(num_heads: int, mesh: DeviceMesh | OneProcess) -> bool:
     """Whether some rank of `mesh` has none of so many heads."""
     start, stop = chunk(0, num_heads, mesh.size(), mesh.size() - 1)
     return start == stop
 
 
 @contextmanager
-def on_some_heads(heads: Heads, num_heads: int, device: torch.device, mesh: DeviceMesh) -> Iterator[None]:
+def on_some_heads(
+    heads: Heads, num_heads: int, device: torch.device, mesh: DeviceMesh | OneProcess, mask_heads: list[int]
+) -> Iterator[None]:
     """Runs an attention with a rank's heads of `num_heads`: what it draws is the rank's own, FlexAttention numbers globally."""
     own, all_draw = (device, mesh.get_group()), not leaves_a_rank_out(num_heads, mesh)
     own_draws = OwnDraws(*own, refused="" if all_draw else IDLE)
-    with own_draws, own_kernel_draws(*own, all_draw=all_draw), GlobalHeads(heads, num_heads):
+    with own_draws, own_kernel_draws(*own, all_draw=all_draw), GlobalHeads(heads, num_heads, mask_heads):
         yield
 
 

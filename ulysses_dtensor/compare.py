@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,29 +14,29 @@ _PLAIN_FLOAT32_TOLERANCE = 1e-5  # without TF32, which keeps ten bits
 _LOW_PRECISION_TOLERANCE, _LOW_PRECISION_MEAN_TOLERANCE = 5e-2, 1e-2  # the second sees positions of a usual size
 
 
-def close(a: torch.Tensor | None, b: torch.Tensor | None, *, is_sum: bool = False) -> bool:
+def close(a: torch.Tensor | None, b: torch.Tensor | None, *, summands: Sequence[torch.Tensor] = ()) -> bool:
     """Whether two results are equal to rounding; NaN equals NaN, None only itself.
 
-    `is_sum`: they are sums over tokens, which a norm in a float64 model may make in float32, in another order.
+    `summands` are what the results are sums of: these round, and may cancel; in a float64 model a norm may make them in float32.
     """
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return a is b
     if a.is_complex():
-        return close(torch.view_as_real(a), torch.view_as_real(b), is_sum=is_sum)
+        return close(torch.view_as_real(a), torch.view_as_real(b), summands=[torch.view_as_real(x) for x in summands])
     if not a.is_floating_point():
         return torch.equal(a, b)
     low = torch.is_autocast_enabled(a.device.type) or a.dtype not in _TOLERANCE
     tolerance = _LOW_PRECISION_TOLERANCE if low else _TOLERANCE[a.dtype]
     if not low and a.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
         tolerance = tolerance if a.is_cuda and torch.backends.cudnn.allow_tf32 else _PLAIN_FLOAT32_TOLERANCE
-    if is_sum:
+    if summands:
         tolerance = max(tolerance, _PLAIN_FLOAT32_TOLERANCE)
-    finite = torch.nan_to_num(a).double()
+    finite = torch.stack([torch.nan_to_num(x).double() for x in (a, *summands)])
     scale = float(finite.abs().max()) if a.numel() else 1.0
     if not torch.allclose(a, b, rtol=0, atol=tolerance * scale, equal_nan=True):
         return False
     apart = torch.nan_to_num(a - b).double().norm()
-    return not low or float(apart) <= _LOW_PRECISION_MEAN_TOLERANCE * float(finite.norm())
+    return not low or float(apart) <= (1 + len(summands)) * _LOW_PRECISION_MEAN_TOLERANCE * float(finite.norm())
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
+from enum import Enum
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -13,9 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ulysses_dtensor.leftovers import tensors_in
-
 MASK = 2**62 - 1
+_MAX_PIECES = 20_000
+_OPAQUE = frozenset(
+    {"torch", "numpy", "logging", "threading", "_thread", "weakref", "builtins", "concurrent", "multiprocessing"}
+)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
@@ -38,16 +42,28 @@ def text_hash(text: str) -> int:
 
 
 def holds_functions(value: Any) -> bool:
-    """Whether `value` is a function, or a block mask, whose closure may hold tensors."""
-    return isinstance(value, (FunctionType, MethodType, partial, BlockMask))
+    """Whether `value` can be called, or is a block mask, whose function can: what these hold may be tensors."""
+    return isinstance(value, BlockMask) or (callable(value) and not isinstance(value, (type, nn.Module, torch.Tensor)))
 
 
 def held_hash(value: Any) -> int:
-    """Returns a hash of the code of a function and of all that it holds: closure, defaults, tensors of plain objects.
+    """Returns a hash of the code of a function and of all that it holds: closure, defaults, attributes of plain objects.
 
-    Modules count by their type alone: what they hold is compared elsewhere.
+    Modules count by their type alone: what they hold is compared elsewhere. So do torch's own objects.
     """
-    return text_hash("\n".join(_pieces(value, set())))
+    return text_hash("\n".join(itertools.islice(_pieces(value, set()), _MAX_PIECES)))
+
+
+def held_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors that a function, a block mask or a plain object holds."""
+    pending, seen = [value], set()
+    while pending and len(seen) < _MAX_PIECES:
+        current = pending.pop()
+        if isinstance(current, torch.Tensor):
+            yield current
+        elif not isinstance(current, (*_PLAIN, nn.Module)) and id(current) not in seen:
+            seen.add(id(current))
+            pending += _parts(current)
 
 
 def _pieces(value: Any, seen: set[int]) -> Iterator[str]:
@@ -60,7 +76,8 @@ def _pieces(value: Any, seen: set[int]) -> Iterator[str]:
         if not isinstance(value, DTensor):
             yield str(int(content_hash(value)))
         return
-    if isinstance(value, nn.Module) or id(value) in seen:
+    if isinstance(value, (nn.Module, Enum)) or id(value) in seen:
+        yield str(getattr(value, "name", ""))
         return
     seen.add(id(value))
     for part in _parts(value):
@@ -80,7 +97,14 @@ def _parts(value: Any) -> tuple[Any, ...]:
         return (*value.keys(), *value.values())
     if isinstance(value, (tuple, list)):
         return tuple(value)
-    return tuple(vars(value).values()) if isinstance(value, BlockMask) else tuple(tensors_in(value))
+    if isinstance(value, BlockMask):
+        return tuple(vars(value).values())
+    if type(value).__module__.split(".")[0] in _OPAQUE:
+        return (value.tobytes(),) if hasattr(value, "tobytes") else ()
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
+    held = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
+    calls = [kind.__dict__["__call__"] for kind in type(value).__mro__ if "__call__" in kind.__dict__]
+    return (*held.keys(), *held.values(), *(call for call in calls if isinstance(call, FunctionType)))
 
 
 def _contents(cell: Any) -> Any:

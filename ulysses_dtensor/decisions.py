@@ -32,7 +32,8 @@ def decide(
 
     `kind` is what besides its arguments decides what a call returns.
     """
-    key = call_key(name, module, *tree_unflatten(leaves, spec), kind)
+    args, kwargs = tree_unflatten(leaves, spec)
+    key = call_key(name, module, args, kwargs, kind)
     if torch.compiler.is_compiling() and region.input_sizes == "":  # read here, so that it is guarded
         raise PlanError(f"UlyssesPlan: {name} is compiled outside a forward of its model.")
     if in_backward() and key not in region.decisions:  # what recorded in the forward may not record in the recompute

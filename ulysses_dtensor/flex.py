@@ -17,6 +17,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ulysses_dtensor.attend import attend, pair_kv
+from ulysses_dtensor.contents import held_tensors
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.heads import Heads
 from ulysses_dtensor.mods import Mod, block_mask_of, check_block_mask, described, score_mod_of
@@ -200,17 +201,23 @@ def sharded_flex(call: FlexCall, *, tokens: tuple[Tokens, Tokens], group: Proces
         return (out, *others) if wanted else out
 
     dims = {"seq_dim": 2, "head_dim": 1}
-    result = attend(*operands, call.on_heads, tokens=tokens, group=group, without_heads=without_heads, **dims)
+    trained = list(held_tensors((call.score_mod, call.block_mask)))
+    result = attend(
+        *operands, call.on_heads, tokens=tokens, group=group, without_heads=without_heads, trained=trained, **dims
+    )
     out, *others = result if wanted else (result,)
     return call.returned(out, others)
 
 
 class GlobalHeads(TorchFunctionMode):
-    """Open while a module declared by layout runs on some of the heads: `flex_attention` in it numbers them globally."""
+    """Open while a module declared by layout runs on some of the heads: `flex_attention` in it numbers them globally.
 
-    def __init__(self, heads: Heads, num_heads: int) -> None:
+    `mask_heads` gets the number of heads of each block mask.
+    """
+
+    def __init__(self, heads: Heads, num_heads: int, mask_heads: list[int]) -> None:
         super().__init__()
-        self.heads, self.num_heads = heads, num_heads
+        self.heads, self.num_heads, self.mask_heads = heads, num_heads, mask_heads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -236,6 +243,7 @@ class GlobalHeads(TorchFunctionMode):
             )
         if block_mask is not None:
             check_block_mask(block_mask, query, self.num_heads)
+            self.mask_heads.append(block_mask.kv_num_blocks.shape[1])
         score_mod, block_mask = score_mod_of(score_mod, self.heads), block_mask_of(block_mask, self.heads)
         return original(query, key, value, score_mod, block_mask, *args, **kwargs)
 

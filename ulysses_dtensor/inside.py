@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ulysses_dtensor.attend import attend
-from ulysses_dtensor.boundary import holds_dtensor
+from ulysses_dtensor.boundary import holds_dtensor, holds_unannounced
 from ulysses_dtensor.collectives import all_reduce_max
+from ulysses_dtensor.contents import held_tensors
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.flex import FlexCall, mode_is_open, seen_flex, sharded_flex
 from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.multihead import multi_head_attention
 from ulysses_dtensor.randomness import DRAWS, own_random_state, refuse_draw
-from ulysses_dtensor.sdpa import sharded_sdpa
+from ulysses_dtensor.sdpa import SdpaCall, sharded_sdpa
 from ulysses_dtensor.strategy import ULYSSES, Strategy
 from ulysses_dtensor.tokens import Held, Tokens
 
@@ -107,11 +108,13 @@ class Inside(TorchFunctionMode):
             if draws(F.scaled_dot_product_attention, (query, key, value, *args), kwargs) and not self.seeded_alike:
                 raise PlanError(ALIKE)
             return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-        options = {"tokens": tokens, "group": self.group, "strategy": self.strategy}
-        return sharded_sdpa(query, key, value, *args, **kwargs, **options)
+        call = SdpaCall(query, key, value, *args, **kwargs).written_out()
+        return sharded_sdpa(*call, tokens=tokens, group=self.group, strategy=self.strategy)
 
     def flex(self, call: FlexCall) -> Any:
         """Runs `flex_attention`."""
+        if any(map(holds_unannounced, held_tensors((call.score_mod, call.block_mask)))):
+            raise PlanError(UNANNOUNCED)
         tokens = self.next_tokens(call.query, call.key, -2)
         if tokens is None:
             return call.run()
@@ -146,7 +149,17 @@ class Inside(TorchFunctionMode):
                     "given, or has, a tensor with a part for each head, name it in per_head={...}."
                 ) from error
 
-        return attend(query, key, value, on_heads, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=self.group)
+        return attend(
+            query,
+            key,
+            value,
+            on_heads,
+            seq_dim=seq_dim,
+            head_dim=head_dim,
+            tokens=tokens,
+            group=self.group,
+            trained=getattr(call, "trained", ()),
+        )
 
     def drop(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Drops this rank's tokens by numbers of its own, and what every rank holds alike on all."""
@@ -242,7 +255,16 @@ def declared_attention(
             "cannot say how an uneven sequence is cut; pass DTensors in the attention's layout."
         )
     whole = Tokens(local * mesh.size())
-    return attend(*tensors, call, seq_dim=seq_dim, head_dim=head_dim, tokens=(whole, whole), group=mesh.get_group())
+    trained = getattr(call, "trained", ())
+    return attend(
+        *tensors,
+        call,
+        seq_dim=seq_dim,
+        head_dim=head_dim,
+        tokens=(whole, whole),
+        group=mesh.get_group(),
+        trained=trained,
+    )
 
 
 def drops(func: Any, args: Any, kwargs: Any) -> bool:

@@ -56,7 +56,7 @@ def check_block_mask(block_mask: BlockMask, query: torch.Tensor, num_heads: int)
     if len(sizes) != 2 or sizes[0] not in (1, query.shape[0]) or sizes[1] not in (1, num_heads):
         raise PlanError(
             f"flex_attention: block_mask is of batch and heads {sizes}, the query of {(query.shape[0], num_heads)}. Give each "
-            "one or all of them."
+            "one or all of them; inside a declared attention, which has some of the heads, make it with H=None."
         )
     if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":  # what torch puts there
         raise PlanError(

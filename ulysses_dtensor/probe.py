@@ -21,7 +21,8 @@ from torch import nn
 from ulysses_dtensor.calls import Dims, Option
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.flex import out_of_reach
-from ulysses_dtensor.telling import telling, telling_parameters
+from ulysses_dtensor.leftovers import tensors_in
+from ulysses_dtensor.telling import telling, telling_values
 from ulysses_dtensor.tokens import Held
 from ulysses_dtensor.trees import TreeSpec
 from ulysses_dtensor.trial import Drop, Rejected, Trial, Verdict
@@ -85,7 +86,8 @@ def probe(
     """
     started = time.perf_counter()
     trouble: list[Rejected] = []
-    with torch.inference_mode(False), _fresh_caches(), telling_parameters(module):
+    in_objects = [x for leaf in leaves if not isinstance(leaf, torch.Tensor) for x in tensors_in(leaf)]
+    with torch.inference_mode(False), _fresh_caches(), telling_values(module, in_objects):
         # A single value may decide which way the module goes: it stays what it is.
         told = {id(x): telling(x) for x in leaves if isinstance(x, torch.Tensor) and x.numel() != 1}
         actual, leaves = leaves, [told.get(id(x), x) for x in leaves]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right
 
 from ulysses_dtensor.attend import attend, check, pair_kv
 from ulysses_dtensor.errors import PlanError
@@ -114,12 +114,58 @@ def sharded_sdpa(
                     split=split,
                     group=group,
                 )
-        return attend(query, key, value, call, seq_dim=seq_dim, head_dim=head_dim, tokens=tokens, group=group)
+        return attend(
+            query,
+            key,
+            value,
+            call,
+            seq_dim=seq_dim,
+            head_dim=head_dim,
+            tokens=tokens,
+            group=group,
+            trained=[] if attn_mask is None else [attn_mask],
+        )
 
     if dropout_p:
         with own_random_state(query.device, group):
             return attention()
     return attention()
+
+
+class SdpaCall(NamedTuple):
+    """The arguments of one call of `scaled_dot_product_attention`, as torch has them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def written_out(self) -> SdpaCall:
+        """Returns the same call without what torch fills in: batches and kv heads that it broadcasts, masks of its own class."""
+        operands, mask, is_causal = (self.query, self.key, self.value), self.attn_mask, self.is_causal
+        leads = [tuple(x.shape[:-3]) for x in operands]
+        if len(set(leads)) > 1 and len({x.ndim for x in operands}) == 1:
+            lead = torch.broadcast_shapes(*leads)
+            operands = tuple(x.expand(*lead, *x.shape[-3:]) for x in operands)
+        if isinstance(mask, CausalBias):
+            rows, columns = mask.seq_len_q, mask.seq_len_kv
+            if mask.variant == CausalVariant.UPPER_LEFT or rows == columns:
+                mask, is_causal = None, True
+            else:
+                mask = torch.ones(rows, columns, dtype=torch.bool, device=self.query.device).tril(columns - rows)
+        one_kv_head = self.query.ndim >= 3 and self.query.shape[-3] != self.key.shape[-3] == 1
+        return self._replace(
+            query=operands[0],
+            key=operands[1],
+            value=operands[2],
+            attn_mask=mask,
+            is_causal=is_causal,
+            enable_gqa=self.enable_gqa or one_kv_head,
+        )
 
 
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,9 @@ from ulysses_dtensor.heads import Heads, heads_of
 from ulysses_dtensor.inside import DROPOUTS, declared_attention, draws, drops
 from ulysses_dtensor.multihead import multi_head_attention
 from ulysses_dtensor.randomness import DRAWS, IDLE, kernel_state, kernels_drew
+from ulysses_dtensor.sdpa import SdpaCall
 
+_MAX_SCORES = 2**26
 _OF_ELEMENTS = frozenset({F.dropout, F.alpha_dropout, torch.dropout, torch.alpha_dropout, torch.native_dropout})
 
 
@@ -42,12 +44,24 @@ class Dropout:
 class AttentionStub(TorchFunctionMode):
     """Replaces attention by a function of each token alone that depends on all of query, key and value.
 
-    `made_up` are numbers of tokens that only the probe has: what has such a size is made from the tokens at hand.
+    Args:
+        made_up: numbers of tokens that only the probe has: what has such a size is made from the tokens at hand.
+        lengths: how many tokens the probe gives, for how many.
+        checked: numbers of the declared attention calls whose heads have been compared.
+        others: of each attention call, whether its keys are another sequence's, as the first run shows.
     """
 
-    def __init__(self, made_up: Collection[int]) -> None:
+    def __init__(
+        self,
+        made_up: Collection[int] = (),
+        lengths: tuple[int, int] = (0, 0),
+        checked: set[int] | None = None,
+        others: dict[int, bool] | None = None,
+    ) -> None:
         super().__init__()
-        self.made_up = made_up
+        self.made_up, self.lengths = made_up, lengths
+        self.checked = set() if checked is None else checked
+        self.others = {} if others is None else others
         self.flags: list[tuple[Any, ...]] = []
         self.attentions: list[Attention] = []
         self.dropouts: list[Dropout] = []
@@ -82,6 +96,8 @@ class AttentionStub(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).written_out()
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
         flags = ("scaled_dot_product_attention", float(dropout_p), bool(is_causal), scale, bool(enable_gqa))
         if (
             attn_mask is not None
@@ -93,13 +109,32 @@ class AttentionStub(TorchFunctionMode):
                 "from the whole sequence. Make it before the blocks and pass it to them; pass it twice where the block uses it for "
                 "each token too"
             )
-        return self._attention(query, key, value, -2, -3, (*flags, attn_mask is None))
+        return self._attention(query, key, value, -2, -3, (*flags, Argument(attn_mask)))
 
     def _declared(self, query: Any, key: Any, value: Any, call: Any, *, seq_dim: int, head_dim: int, mesh: Any) -> Any:
-        if not self.flags and not torch.is_grad_enabled() and bool(query.isfinite().all()):
-            _check_heads_alike(query, key, value, call, head_dim)
+        number = len(self.flags)
+        if number not in self.checked and not torch.is_grad_enabled() and bool(query.isfinite().all()):
+            self.checked.add(number)
+            if not _check_heads_alike(query, key, value, call, head_dim):
+                self._check_at_full_length(query, key, value, call, seq_dim, head_dim)
         beside = map(Argument, getattr(call, "others", ()))
         return self._attention(query, key, value, seq_dim, head_dim, ("declared", seq_dim, head_dim, *beside))
+
+    def _check_at_full_length(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Any, seq_dim: int, head_dim: int
+    ) -> None:
+        """Checks what cannot be run on a few tokens, beside a mask or a bias of all, on as many random ones as there are."""
+        tokens, seq_len = self.lengths
+        if not query.shape[seq_dim] == key.shape[seq_dim] == tokens or query.shape[head_dim] * seq_len**2 > _MAX_SCORES:
+            return
+        generator = torch.Generator().manual_seed(0)
+
+        def made(x: torch.Tensor) -> torch.Tensor:
+            shape = list(x.shape)
+            shape[seq_dim] = seq_len
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(x)
+
+        _check_heads_alike(made(query), made(key), made(value), call, head_dim)
 
     def _attention(
         self,
@@ -115,43 +150,74 @@ class AttentionStub(TorchFunctionMode):
             raise PlanError(
                 f"its attention has {query.shape[head_dim]} query heads, no multiple of {key.shape[head_dim]} kv heads"
             )
+        another = self.others.setdefault(len(self.flags), key.shape[seq_dim] != query.shape[seq_dim])
         self.flags.append((*flags, query.shape[head_dim], key.shape[head_dim], query.shape[-1], value.shape[-1]))
         q, k, v = (x.detach().clone() for x in (query, key, value))
         self.attentions.append(Attention(q, k, v, seq_dim % query.ndim))
         # Weights that differ along the head size: a rotation of query and key must not cancel.
         score = (query * _ramp(query)).sum(-1, keepdim=True)
-        if key.shape[seq_dim] != query.shape[seq_dim]:  # another sequence's: proven apart by what was recorded
+        if another:  # sequence's: proven apart by what was recorded
             used = (0 * key).nan_to_num().sum() + (0 * value).nan_to_num().sum()
             return (score / query.shape[-1] + used).expand(*score.shape[:-1], value.shape[-1]).clone()
         score = score + (key * _ramp(key).flip(-1)).sum(-1, keepdim=True).repeat_interleave(repeats, head_dim)
         return value.repeat_interleave(repeats, head_dim) + score / query.shape[-1]
 
 
-def _check_heads_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Any, head_dim: int) -> None:
-    """Refuses a declared attention whose result for some heads differs when it is given those heads alone."""
+def _check_heads_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Any, head_dim: int) -> bool:
+    """Refuses a declared attention whose result for the heads of a rank differs when it is given those heads alone.
+
+    Returns whether it could be run at all on these tensors.
+    """
     num_heads, num_kv_heads = query.shape[head_dim], key.shape[head_dim]
     if num_heads < 2 or num_heads % max(1, num_kv_heads):
-        return
-    whole, half = heads_of(num_heads, num_kv_heads, 1, 0), heads_of(num_heads, num_kv_heads, 2, 1)
-    before = kernel_state(query.device)
-    expected = _without_dropout(query, key, value, call, whole)
-    if kernels_drew(query.device, before) and getattr(call, "leaves_a_rank_out", False):
-        raise PlanError(IDLE)
-    if expected is None or kernels_drew(query.device, before):
-        return
-    expected = expected.narrow(head_dim, half.query[0], half.num_query)
-    query = query.narrow(head_dim, half.query[0], half.num_query)
-    key, value = (x.narrow(head_dim, half.kv[0], half.num_kv) for x in (key, value))
-    found = _without_dropout(query, key, value, call, half)
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(query.dtype, 5e-2)
-    if found is None or not torch.allclose(
-        found, expected, rtol=0, atol=tolerance * max(1.0, float(expected.abs().max()))
-    ):
+        return True
+    ranks, left_out = getattr(call, "ranks", 2), getattr(call, "leaves_a_rank_out", False)
+    before, mask_heads = kernel_state(query.device), getattr(call, "mask_heads", [])
+    buffers = [(buffer, buffer._version) for buffer in call.module.buffers()] if hasattr(call, "module") else []
+    mask_heads.clear()
+    expected = _without_dropout(query, key, value, call, heads_of(num_heads, num_kv_heads, 1, 0))
+    expected_mask_heads = list(mask_heads)
+    if kernels_drew(query.device, before):
+        if left_out:
+            raise PlanError(IDLE)
+        return True
+    if expected is None:
+        return False
+    if left_out and expected.dtype != query.dtype:
         raise PlanError(
-            "its declared attention gives a head another result when it is given some of the heads, or cannot take some: it "
-            "depends on their numbers or on each other (ALiBi slopes, a bias for each head, a norm over heads). Name what has a "
-            "part for each head in UlyssesAttention(..., per_head={...})"
+            f"its declared attention returns {expected.dtype} for a query of {query.dtype}, which a rank without heads cannot "
+            "know. Cast the result, or use as many ranks as heads"
         )
+    if left_out and any(buffer._version != version for buffer, version in buffers):
+        raise PlanError(
+            "its declared attention writes a buffer, and a rank without heads would not. Use as many ranks as heads, or write it "
+            "outside the attention"
+        )
+    # A norm in float32 inside a float64 model rounds as float32 does.
+    tolerance = {torch.float64: 1e-5, torch.float32: 1e-3}.get(query.dtype, 5e-2) * max(
+        1.0, float(expected.abs().max())
+    )
+    for share in {heads_of(num_heads, num_kv_heads, ranks, rank) for rank in range(ranks)}:
+        if not share.num_query:
+            continue
+        mask_heads.clear()
+        of_query = query.narrow(head_dim, share.query[0], share.num_query)
+        of_key, of_value = (x.narrow(head_dim, share.kv[0], share.num_kv) for x in (key, value))
+        found = _without_dropout(of_query, of_key, of_value, call, share)
+        wanted = expected.narrow(head_dim, share.query[0], share.num_query)
+        if found is None or found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=0, atol=tolerance):
+            raise PlanError(
+                "its declared attention gives a head another result when it is given some of the heads, or cannot take some: it "
+                "depends on their numbers or on each other (ALiBi slopes, a bias for each head, a norm over heads). Name what has "
+                "a part for each head in UlyssesAttention(..., per_head={...}), but for what a score_mod or mask_mod indexes by "
+                "head: these see global numbers"
+            )
+        if mask_heads != expected_mask_heads:
+            raise PlanError(
+                "its declared attention makes a BlockMask for the heads that it is called with, where mask_mod sees global "
+                "numbers. Make it with H=None, or before the blocks"
+            )
+    return True
 
 
 def _without_dropout(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -63,14 +63,20 @@ class Tryout:
         self.call, self.module, self.leaves, self.actual, self.spec = call, module, leaves, actual, spec
         self.option, self.sliced, self.seq_len, self.attentions = option, sliced, seq_len, attentions
         self.hidden, self.returns_whole_stream = option.hidden, False
-        sizes = {size for x in leaves if isinstance(x, torch.Tensor) for size in x.shape} | {seq_len}
-        sizes |= {size for p in module.parameters() for size in p.shape}
+        self.choose_counts()
+
+    def choose_counts(self, avoid: Collection[int] = ()) -> None:
+        """Chooses how many tokens are made up, none of the numbers in `avoid`."""
+        self.checked: set[int] = set()
+        self.others: dict[int, bool] = {}
+        sizes = {size for x in self.leaves if isinstance(x, torch.Tensor) for size in x.shape} | {self.seq_len, *avoid}
+        sizes |= {size for p in self.module.parameters() for size in p.shape}
         # No count of tokens that the module sees, nor what is left of it, equals any size that it has: a coincidence would tell
         # nothing.
         self.some = next(n for n in itertools.chain((5, 6, 7, 4, 3), itertools.count(8)) if n not in sizes)
         fits = (n for n in itertools.count(max(11, self.some + 6)) if not {n, n - self.some} & sizes)
         self.tokens = next(fits)
-        self.context_tokens = [next(fits) for _ in option.contexts]
+        self.context_tokens = [next(fits) for _ in self.option.contexts]
 
     def run(
         self,
@@ -135,7 +141,9 @@ class Tryout:
         watch = Watch(self.module, {**{f"argument {at}": x for at, x in enumerate(args)}, **kwargs})
         before = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         counts = (len(at), *(len(contexts.get(number, range(n))) for number, n in enumerate(self.context_tokens)))
-        stub = AttentionStub({count for count in counts if count > 1})
+        stub = AttentionStub(
+            {count for count in counts if count > 1}, (len(at), self.seq_len), self.checked, self.others
+        )
         try:
             with unseen(gradients), stub:
                 result = self.call(*args, **kwargs)

@@ -33,7 +33,7 @@ def seen_attention(original: Callable[..., Any], module: nn.Module, *args: Any, 
         return original(module, *args, **kwargs)
     call = FunctionCall(original, module, region, args, kwargs)
     out = declared_attention(call.query, call.key, call.value, call, seq_dim=2, head_dim=1, mesh=None)
-    if not call.ran or (torch.is_grad_enabled() and leaves_a_rank_out(call.num_heads, region.mesh)):
+    if not call.ran:  # the probe's stand-in does not call the function either
         out = tie(out, call.trained)
     return out.transpose(1, 2), call.weights
 
@@ -58,6 +58,7 @@ class FunctionCall:
         self.num_heads = self.query.shape[1]
         self.ran = False
         self.weights: Any = None
+        self.mask_heads: list[int] = []
 
     @property
     def others(self) -> list[Any]:
@@ -68,6 +69,11 @@ class FunctionCall:
         given = {name: x for name, x in self.given.items() if name in known or not ignores}
         values = (*self.rest, *(given[name] for name in sorted(given)))
         return [x for x in values if x is None or isinstance(x, (torch.Tensor, bool, int, float, str))]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the heads."""
+        return self.region.mesh.size()
 
     @property
     def leaves_a_rank_out(self) -> bool:
@@ -98,11 +104,11 @@ class FunctionCall:
             return result[0].transpose(1, 2)
         key, value = pair_kv(key, value, heads, 1)
         given = {name: self._cut(name, x, heads) for name, x in self.given.items()}
-        own = {name: self._cut_own(name, x, heads) for name, x in self.own.items()}
+        own: dict[str, Any] = {name: self._cut_own(name, x, heads) for name, x in self.own.items()}
         if hasattr(self.module, "num_key_value_groups"):
             own["num_key_value_groups"] = query.shape[1] // max(1, key.shape[1])
         part = Part(self.module, own)
-        with on_some_heads(heads, self.num_heads, query.device, self.region.mesh):
+        with on_some_heads(heads, self.num_heads, query.device, self.region.mesh, self.mask_heads):
             out, weights = self.original(part, query, key, value, *self._mask_and_rest(given), **self._named(given))
         self.weights = None if weights is None else withheld(weights)
         return out.transpose(1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 from transformers.utils.output_capturing import _active_collector
 
 from ulysses_dtensor.errors import PlanError
@@ -68,8 +69,8 @@ class Transformers(World):
         if given.get("use_cache") or caches:
             what = "use_cache=True" if given.get("use_cache") else caches[0]
             raise PlanError(
-                f"{who}: {what} is not supported, as the keys and values of a token would be on other ranks. Pass use_cache=False, or "
-                "generate under ulysses_dtensor.bypass(model)."
+                f"{who}: {what} is not supported, as the keys and values of a token would be on other ranks. Pass use_cache=False, "
+                "or generate under ulysses_dtensor.bypass(model)."
             )
         if _flag(module, given, "output_attentions"):
             raise PlanError(
@@ -88,8 +89,9 @@ class Transformers(World):
         ):
             return result
         if getattr(module.config, "use_cache", False) and isinstance(result, ModelOutput):
+            fields = {field.name for field in dataclasses.fields(result)}  # type: ignore[arg-type] - each is a dataclass
             for name in _CACHES:
-                if name in type(result).__dataclass_fields__ and result.get(name) is None:
+                if name in fields and result.get(name) is None:
                     result[name] = NoCache()
         return result
 
