@@ -389,7 +389,7 @@ def scale_of_tokens(self: Any, q: Any, k: Any, v: Any, options: Any) -> Any:
         (with_attend(lambda self, q, k, v, o: DENSE(q[0], k[0], v[0], **o)), "query has 3 dims"),
         (flex_model(block=ByName), "FlexAttention does not support backward on CPU"),
     ],
-    ids=["mask of tokens", "gate", "length", "scale", "gqa", "dims", "backward"],
+    ids=["mask of tokens", "gate", "object", "method", "closure", "length", "scale", "gqa", "dims", "backward"],
 )
 def test_refuses_before_any_exchange(model: nn.Module, match: str) -> None:
     message = refused_model(model, IDS)
