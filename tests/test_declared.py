@@ -128,6 +128,25 @@ def test_rejects_heads_that_differ_beside_a_mask_of_all_tokens() -> None:
     assert "depends on their numbers or on each other" in message
 
 
+def test_a_token_that_a_mask_leaves_nothing_to_look_at_is_no_difference_of_heads() -> None:
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (q @ k.mT).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+    mask = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril()
+    mask[0] = False
+    model = model_of(masked, 4)
+    with torch.no_grad():
+        expected = model(INPUT["x"], (mask,))
+    assert expected.isnan().any()
+
+    def run(mesh: DeviceMesh) -> torch.Tensor:
+        with torch.no_grad():
+            return parallelize_module(copy.deepcopy(model), mesh, plan())(INPUT["x"], (mask,))
+
+    for out in run_on_mesh({"sp": 2}, run):
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_rejects_a_bias_of_each_head_that_is_not_named(ranks: int) -> None:
     def biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,10 @@ def held_hash(value: Any) -> int:
 
 
 def held_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors that a function, a block mask or a plain object holds."""
+    """Yields the tensors that a function, a block mask or a plain object holds; while torch.compile traces, those of a tuple."""
+    if torch.compiler.is_compiling():  # which does not look into closures
+        yield from (x for x in value if isinstance(x, torch.Tensor))
+        return
     pending, seen = [value], set()
     while pending and len(seen) < _MAX_PIECES:
         current = pending.pop()
