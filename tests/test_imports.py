@@ -13,6 +13,7 @@ import ulysses_dtensor
 PACKAGE = Path(ulysses_dtensor.__file__).parent
 FLOORS = (
     "__init__",
+    "sweep",
     "testing",  # for tests alone: nothing below may need it
     "__main__",
     "cli",

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-
 from torch import nn
 
+from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.world import World
 
 
 def world_of(model: nn.Module) -> World:
-    """Returns the world that `model` is of; a model that holds one of a library's is of that library's."""
-    if "transformers" not in sys.modules:  # then no model can be one of its
-        return World()
-    from ulysses_dtensor.models.transformers import Transformers, is_transformers
+    """Returns the world that `model` is of; a model that holds one of a library's is of that library's.
 
-    return Transformers() if any(is_transformers(part) for part in model.modules()) else World()
+    Raises:
+        PlanError: the library is older than what this one is written for.
+    """
+    kinds = {kind for part in model.modules() for kind in type(part).__mro__}
+    if not any(kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.") for kind in kinds):
+        return World()
+    try:
+        from ulysses_dtensor.models.transformers import Transformers
+    except ImportError as error:
+        raise PlanError(
+            f"UlyssesPlan: {type(model).__name__} holds a model of transformers, of a version that is not supported ({error}). "
+            "Install the extra: pip install 'ulysses_dtensor[transformers]'."
+        ) from error
+    return Transformers()

@@ -78,6 +78,13 @@ class Transformers(World):
             )
         if "use_cache" in given or not _takes(module, "use_cache"):
             return kwargs
+        if getattr(module.config, "use_cache", False) and given.get("attention_mask") is None:
+            positions = given.get("position_ids")
+            if isinstance(positions, torch.Tensor) and bool((positions.diff(dim=-1) != 1).any()):
+                raise PlanError(
+                    f"{who}: position_ids hold several documents. With a cache, which is on by default, the library does not look "
+                    "for them, without one it keeps them apart. Pass use_cache=False, to have that on one device too."
+                )
         return {**kwargs, "use_cache": False}
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:

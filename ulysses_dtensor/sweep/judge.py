@@ -58,6 +58,9 @@ def compare(model: nn.Module, dtype: torch.dtype, ranks: tuple[int, ...] = (2, 4
         except Exception as error:
             notes.append(f"{name}: not on one device ({_said(error)[:60]})")
             continue
+        if not expected[0].isfinite():  # a token with nothing to look at, under eager attention in float64
+            notes.append(f"{name}: no number on one device")
+            continue
         for count in ranks:
             try:
                 found = run_on_mesh({"sp": count}, _run_converted, model, inputs)
