@@ -9,8 +9,11 @@ import torch
 
 
 def in_backward() -> bool:
-    """Whether the calling thread runs inside a backward pass, as a recompute of activation checkpointing does."""
-    return backward_id() != -1
+    """Whether the calling thread runs inside a backward pass, as a recompute of activation checkpointing does.
+
+    Not while torch.compile traces, which cannot know.
+    """
+    return not torch.compiler.is_compiling() and backward_id() != -1
 
 
 def in_reentrant_recompute() -> bool:
