@@ -69,10 +69,14 @@ def test_a_wrong_factor_of_gradients_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     assert "DIFFERS" in str(report)
 
 
+def over_own_tokens(*args: Any, tokens: Any, group: Any, strategy: Any) -> torch.Tensor:
+    return SDPA(*args[:6], scale=args[6], enable_gqa=args[7])
+
+
 def test_an_attention_over_ones_own_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from ulysses_dtensor import inside
 
-    monkeypatch.setattr(inside, "sharded_sdpa", lambda *args, tokens, group, strategy, **kwargs: SDPA(*args, **kwargs))
+    monkeypatch.setattr(inside, "sharded_sdpa", over_own_tokens)
     report = reports((ids_of(2, 9),))[0]
     assert not report.passed
     assert report.output_error > 1e-3
@@ -156,7 +160,7 @@ def test_a_result_without_tensors_does_not_pass() -> None:
 def test_whole_numbers_must_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     from ulysses_dtensor import inside
 
-    monkeypatch.setattr(inside, "sharded_sdpa", lambda *args, tokens, group, strategy, **kwargs: SDPA(*args, **kwargs))
+    monkeypatch.setattr(inside, "sharded_sdpa", over_own_tokens)
     report = reports(
         (ids_of(2, 40),), model=Wrapped(lambda out: out.argsort(-1)), loss_fn=lambda out: out.sum() * torch.ones(())
     )[0]
