@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_zoo import HEAD_SIZE, HEADS, WIDTH, loss_of, numbers, seeded
-from one_device import Run, assert_runs_equal, call, gradients_of, refused, refused_model, whole
+from one_device import Run, assert_runs_equal, call, gradients_of, refused, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -337,10 +337,17 @@ def test_an_argument_cut_to_the_tokens_at_hand_whose_first_values_tell_little(ki
 
 
 def test_rejects_the_same_in_an_object() -> None:
-    model, kinds = seeded(lambda: Model(per_token)), SimpleNamespace(kinds=torch.ones(2, 23, dtype=torch.bool))
-    message = refused_model(model, {"x": tokens(23), "kinds": kinds})
-    assert "another result for a slice of its tokens" in message
-    assert bool(kinds.kinds.all())  # the probe has put its values back
+    model, kept = seeded(lambda: Model(per_token)), []
+
+    def run(mesh: DeviceMesh) -> None:
+        kinds = SimpleNamespace(
+            kinds=torch.ones(2, 23, dtype=torch.bool)
+        )  # a rank's own: the probe gives it other values
+        kept.append(kinds)
+        parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan())(tokens(23), kinds=kinds)
+
+    assert "another result for a slice of its tokens" in refused(2, run)
+    assert all(bool(each.kinds.all()) for each in kept)  # and has put its values back
 
 
 # What a block was not given

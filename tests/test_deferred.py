@@ -25,10 +25,10 @@ SHARDED = {
     "flatten": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), ignore_index=-7),
     "shifted": lambda x, y: F.cross_entropy(x[:, :-1].contiguous().view(-1, VOCABULARY), y[:, 1:].reshape(-1)),
     "shifted, dots": lambda x, y: F.cross_entropy(x[..., 1:-1, :].reshape(-1, VOCABULARY), y[..., 1:-1].reshape(-1)),
+    "sum": lambda x, y: F.cross_entropy(x.view(-1, VOCABULARY), y.view(-1), reduction="sum"),
     "module": lambda x, y: nn.CrossEntropyLoss()(x.double().view(-1, VOCABULARY), y.view(-1)),
 }
 GATHERED = {
-    "sum": lambda x, y: F.cross_entropy(x.view(-1, VOCABULARY), y.view(-1), reduction="sum"),
     "none": lambda x, y: (
         F.cross_entropy(x.view(-1, VOCABULARY), y.view(-1), reduction="none").view(y.shape).square().sum()
     ),
