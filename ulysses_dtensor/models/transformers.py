@@ -21,7 +21,7 @@ from ulysses_dtensor.models.attention_functions import seen_attention
 from ulysses_dtensor.reading import Reading, readings
 from ulysses_dtensor.world import World
 
-_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params", "encoder_outputs_cache", "mems")
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params", "mems")
 _MIXERS = re.compile(
     "Mamba|SSM(?!LP)|LinearAttention|GatedDelta|ShortConv|Rwkv|RWKV|Recurrent|TimeMix|Lightning|Retention|Hyena|KimiDelta"
 )
