@@ -150,7 +150,7 @@ def test_a_routers_loss_is_over_all_tokens(checkpointed: bool) -> None:
     model = model_of("mixtral", "sdpa", torch.float32)
     if checkpointed:
         model.gradient_checkpointing_enable()  # type: ignore[operator] - a method
-    _, padded = list(inputs_of(model))[1]
+    _, padded = list(inputs_of())[1]
     batch = {**padded, "output_router_logits": True}
     expected = step(copy.deepcopy(model), batch)
     without = step(copy.deepcopy(model), padded)

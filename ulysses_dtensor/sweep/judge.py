@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from ulysses_dtensor.errors import PlanError
 from ulysses_dtensor.plan import UlyssesPlan, parallelize_module
-from ulysses_dtensor.sweep.tiny import VOCABULARY, model_of
+from ulysses_dtensor.sweep.tiny import DEFAULT, VOCABULARY, Sizes, model_of
 from ulysses_dtensor.testing import run_on_mesh
 
 LENGTH = 13
+RANKS = (2, 4)
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Of gradients, relative to the largest of each parameter. Transformers computes losses, and much of a layer, in float32."""
 
@@ -34,25 +35,27 @@ class Result:
     error: float = 0.0
 
 
-def judge(family: str) -> Result:
+def judge(family: str, sizes: Sizes = DEFAULT, length: int = LENGTH, ranks: Sequence[int] = RANKS) -> Result:
     """Returns what becomes of a family: with SDPA where it has that, in float64 where it takes that."""
     trouble = ""
     for implementation in ("sdpa", "eager"):
         for dtype in (torch.float64, torch.float32):
             try:
-                model = model_of(family, implementation, dtype)
+                model = model_of(family, implementation, dtype, sizes)
             except Exception as error:
                 trouble = _said(error)
                 continue
-            kind, detail, largest = compare(model, dtype)
+            kind, detail, largest = compare(model, dtype, ranks, length, sizes.seed)
             return Result(family, kind, detail, implementation, str(dtype).removeprefix("torch."), largest)
     return Result(family, "unbuilt", trouble)
 
 
-def compare(model: nn.Module, dtype: torch.dtype, ranks: tuple[int, ...] = (2, 4)) -> tuple[str, str, float]:
+def compare(
+    model: nn.Module, dtype: torch.dtype, ranks: Sequence[int] = RANKS, length: int = LENGTH, seed: int = 0
+) -> tuple[str, str, float]:
     """Returns how a model fares: kind, detail, and the largest error of a gradient."""
     largest, notes, passed = 0.0, [], 0
-    for name, inputs in inputs_of(model):
+    for name, inputs in inputs_of(length, seed):
         try:
             expected = _run(copy.deepcopy(model), inputs)
         except Exception as error:
@@ -82,27 +85,23 @@ def compare(model: nn.Module, dtype: torch.dtype, ranks: tuple[int, ...] = (2, 4
     return "right", "; ".join(notes), largest
 
 
-def inputs_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields calls: plain, padded on the left, padded on the right, packed documents."""
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=generator)
+def inputs_of(length: int = LENGTH, seed: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields calls: plain, padded on the left, padded on the right, packed documents with labels in the second only."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (2, length), generator=generator)
     yield "plain", {"input_ids": ids, "labels": ids}
-    at = torch.arange(LENGTH)
+    at, third = torch.arange(length), length // 3
     for side, kept in (
-        ("left", at >= torch.tensor([[0], [4]])),
-        ("right", at < torch.tensor([[LENGTH], [LENGTH - 4]])),
+        ("left", at >= torch.tensor([[0], [third]])),
+        ("right", at < torch.tensor([[length], [length - third]])),
     ):
-        yield (
-            f"padded {side}",
-            {
-                "input_ids": ids,
-                "attention_mask": kept.long(),
-                "labels": ids.masked_fill(~kept, -100),
-            },
-        )
-    positions = torch.cat((torch.arange(5), torch.arange(LENGTH - 5)))[None]
+        labels = ids.masked_fill(~kept, -100)
+        yield f"padded {side}", {"input_ids": ids, "attention_mask": kept.long(), "labels": labels}
+    first = length // 2 - 1
+    positions = torch.cat((torch.arange(first), torch.arange(length - first)))[None]
+    labels = ids[:1].masked_fill(at < first, -100)  # some rank has no token that counts
     # With a cache, which is on by default, the library does not look for documents in the positions.
-    yield "packed", {"input_ids": ids[:1], "position_ids": positions, "labels": ids[:1], "use_cache": False}
+    yield "packed", {"input_ids": ids[:1], "position_ids": positions, "labels": labels, "use_cache": False}
 
 
 def _run(model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
