@@ -27,6 +27,7 @@ FLOORS = (
     "per_head",
     "forwards",
     "decisions",
+    "carried",
     "recorder",
     "tail",
     "deferred",

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ulysses_dtensor import agreement, gradients
 from ulysses_dtensor.boundary import enter, holds_unannounced, is_shard_of, leave, local_of, noticed, shard
 from ulysses_dtensor.calls import declared_length
+from ulysses_dtensor.carried import carrier_of
 from ulysses_dtensor.decisions import decide, possible_lengths
 from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
@@ -169,10 +170,15 @@ def _proven_block(
     **kwargs: Any,
 ) -> Any:
     call = region.world.forward(module) if original is None else original
-    recorder = recorder_of(region)
+    recorder, carrier = recorder_of(region), carrier_of(args, kwargs)
     if recorder is not None:
-        return recorder.put(_block_on_tokens(recorder.around(call), module, region, name, attentions, args, kwargs))
-    return _block_on_tokens(call, module, region, name, attentions, args, kwargs)
+        call = recorder.around(call)
+    if carrier is not None:
+        call, (args, kwargs) = carrier.around(call), carrier.open(args, kwargs)
+    result = _block_on_tokens(call, module, region, name, attentions, args, kwargs)
+    if carrier is not None:
+        result = carrier.put(result)
+    return result if recorder is None else recorder.put(result)
 
 
 def _block_on_tokens(

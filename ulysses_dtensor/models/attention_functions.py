@@ -35,7 +35,7 @@ def seen_attention(original: Callable[..., Any], module: nn.Module, *args: Any, 
     out = declared_attention(call.query, call.key, call.value, call, seq_dim=2, head_dim=1, mesh=None)
     if not call.ran:  # the probe's stand-in does not call the function either
         out = tie(out, call.trained)
-    return out.transpose(1, 2), call.weights
+    return out.transpose(1, 2).contiguous(), call.weights  # as the library's functions do: models view it
 
 
 class FunctionCall:

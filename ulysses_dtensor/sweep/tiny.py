@@ -84,7 +84,7 @@ def _by_name(sizes: Sizes) -> dict[str, Any]:
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
         "num_nextn_predict_layers": 0,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": max(0, sizes.layers - 2),
         "max_window_layers": sizes.layers,
     }
 
