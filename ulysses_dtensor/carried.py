@@ -45,7 +45,7 @@ class Carrier:
 class _Carried:
     def __init__(self, call: Callable[..., Any], kinds: dict[int | str, type]) -> None:
         self.call, self.kinds = call, kinds
-        self.kind: Hashable = ("carries", *kinds, getattr(call, "kind", None))
+        self.kind: Hashable = ("carries", *kinds)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[int | str, dict[Any, Any]]]:
         made = {at: kind(args[at] if isinstance(at, int) else kwargs[at]) for at, kind in self.kinds.items()}
@@ -54,7 +54,9 @@ class _Carried:
         result = self.call(*args, **{name: made.get(name, x) for name, x in kwargs.items()})
         for at, x in made.items():
             if gone := before[at].keys() - x.keys():
-                raise PlanError(f"UlyssesPlan: {sorted(map(str, gone))} are removed from what a block is given as {at}.")
+                raise PlanError(
+                    f"UlyssesPlan: {sorted(map(str, gone))} are removed from what a block is given as {at}."
+                )
         return result, {
             at: {key: value for key, value in x.items() if key not in before[at] or before[at][key] is not value}
             for at, x in made.items()

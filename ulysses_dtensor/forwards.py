@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ulysses_dtensor import agreement, gradients
 from ulysses_dtensor.boundary import enter, holds_unannounced, is_shard_of, leave, local_of, noticed, shard
 from ulysses_dtensor.calls import declared_length
-from ulysses_dtensor.carried import carrier_of
+from ulysses_dtensor.carried import Carrier, carrier_of
 from ulysses_dtensor.decisions import decide, possible_lengths
 from ulysses_dtensor.deferred import Deferred
 from ulysses_dtensor.errors import PlanError
@@ -155,9 +155,13 @@ def _block_forward(
 ) -> Any:
     if region.bypassed:
         return _own(module, original)(*args, **kwargs)
+    carrier = carrier_of(args, kwargs)
+    if carrier is not None:  # before a checkpoint: a recompute is given what the forward was given
+        args, kwargs = carrier.open(args, kwargs)
     checkpoint = region.world.checkpoint(module)
-    proven = partial(_proven_block, module, region, name, attentions, original)
-    return proven(*args, **kwargs) if checkpoint is None else checkpoint(partial(proven, **kwargs), *args)
+    proven = partial(_proven_block, module, region, name, attentions, original, carrier)
+    result = proven(*args, **kwargs) if checkpoint is None else checkpoint(partial(proven, **kwargs), *args)
+    return result if carrier is None else carrier.put(result)
 
 
 def _proven_block(
@@ -166,19 +170,17 @@ def _proven_block(
     name: str,
     attentions: tuple[nn.Module, ...],
     original: Callable[..., Any] | None,
+    carrier: Carrier | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     call = region.world.forward(module) if original is None else original
-    recorder, carrier = recorder_of(region), carrier_of(args, kwargs)
+    if carrier is not None:
+        call = carrier.around(call)
+    recorder = recorder_of(region)
     if recorder is not None:
-        call = recorder.around(call)
-    if carrier is not None:
-        call, (args, kwargs) = carrier.around(call), carrier.open(args, kwargs)
-    result = _block_on_tokens(call, module, region, name, attentions, args, kwargs)
-    if carrier is not None:
-        result = carrier.put(result)
-    return result if recorder is None else recorder.put(result)
+        return recorder.put(_block_on_tokens(recorder.around(call), module, region, name, attentions, args, kwargs))
+    return _block_on_tokens(call, module, region, name, attentions, args, kwargs)
 
 
 def _block_on_tokens(

@@ -46,7 +46,7 @@ class Recorder:
 class _Recorded:
     def __init__(self, recorder: Recorder, call: Callable[..., Any]) -> None:
         self.recorder, self.call = recorder, call
-        self.kind: Hashable = ("records", *sorted(recorder.lists))
+        self.kind: Hashable = ("records", *sorted(recorder.lists), getattr(call, "kind", None))
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[Any]]]:
         lists = self.recorder.lists

@@ -217,9 +217,9 @@ class Trial(Tryout):
         )
         for leaf, dim in self.hidden.items():
             a, b = whole.hidden.get(leaf), part.hidden.get(leaf)
-            if (a is None) != (b is None) or (
-                a is not None and b is not None and not close(a.index_select(dim, self.index(some, a)), 4.0 * b)
-            ):
+            expected = None if b is None else 4.0 * b
+            found = None if a is None else a.index_select(dim, self.index(some, a))
+            if not close(found, expected, summands=() if expected is None else (expected,)):
                 raise Rejected(
                     5,
                     "its backward mixes tokens, or does not scale with the gradient (a hook or a function that divides by a "

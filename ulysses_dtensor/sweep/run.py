@@ -51,7 +51,9 @@ def sweep(
     options = {"sizes": asdict(sizes), "length": length, "ranks": ranks or list(RANKS)}
     done = {result.family: result for result in _read(results, options)}
     todo = [family for family in (only or wanted) if family not in done]
+    cut_short = results.exists() and not results.read_text().endswith("\n") and results.stat().st_size > 0
     with Progress() as progress, results.open("a") as file:
+        file.write("\n" if cut_short else "")
         bar = progress.add_task("families", total=len(todo))
         for result in in_processes(judge, todo, (sizes, length, options["ranks"]), jobs, seconds):
             done[result.family] = result
