@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.utils.generic import ModelOutput
 from transformers.utils.output_capturing import _active_collector
 
@@ -80,7 +81,8 @@ class Transformers(World):
             return kwargs
         if getattr(module.config, "use_cache", False) and given.get("attention_mask") is None:
             positions = given.get("position_ids")
-            if isinstance(positions, torch.Tensor) and bool((positions.diff(dim=-1) != 1).any()):
+            packed = isinstance(positions, torch.Tensor) and bool((positions.diff(dim=-1) != 1).any())
+            if packed and not _looks_for_documents_itself(module):
                 raise PlanError(
                     f"{who}: position_ids hold several documents. With a cache, which is on by default, the library does not look "
                     "for them, without one it keeps them apart. Pass use_cache=False, to have that on one device too."
@@ -158,6 +160,12 @@ def _checkpoints_itself(module: nn.Module) -> bool:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return isinstance(module, GradientCheckpointingLayer)
+
+
+def _looks_for_documents_itself(module: nn.Module) -> bool:
+    """Whether the attention's function is given the positions, as flash attention's is, and no mask made from them."""
+    name = getattr(module.config, "_attn_implementation", None)
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(name) is flash_attention_mask
 
 
 def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
