@@ -137,10 +137,7 @@ class UlyssesPlan(ParallelStyle):
         world = world_of(model)
         found = plain.find(model, {name: model.get_submodule(name) for name in styles}, world)
         if not found.attentions and not problems:
-            problems.append(
-                "no module's forward calls torch.nn.functional.scaled_dot_product_attention or flex_attention, so nothing matches. "
-                "Name the attentions: UlyssesPlan(attention={'layers.*.attn': UlyssesAttention('b h (sp s) d -> b (sp h) s d')})."
-            )
+            problems.append(world.nothing_found(model))
         if "" in found.blocks:
             problems.append("the model is itself an attention. Convert the model that holds it.")
         for name, module in model.named_modules():

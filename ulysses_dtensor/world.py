@@ -20,6 +20,13 @@ class World:
         """Returns what of a model cannot be converted, a line each."""
         return []
 
+    def nothing_found(self, model: nn.Module) -> str:
+        """Returns what to say where no attention is found."""
+        return (
+            "no module's forward calls torch.nn.functional.scaled_dot_product_attention or flex_attention, so nothing matches. "
+            "Name the attentions: UlyssesPlan(attention={'layers.*.attn': UlyssesAttention('b h (sp s) d -> b (sp h) s d')})."
+        )
+
     def show_attention(self, model: nn.Module) -> None:
         """Makes this library's own attention calls visible to function modes."""
 

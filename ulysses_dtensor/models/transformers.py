@@ -26,6 +26,8 @@ _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_pa
 _MIXERS = re.compile(
     "Mamba|SSM(?!LP)|LinearAttention|GatedDelta|ShortConv|Rwkv|RWKV|Recurrent|TimeMix|Lightning|Retention|Hyena|KimiDelta"
 )
+_PER_TOKEN = re.compile("(Norm|NormGated|Embeddings?|Mlp|MLP)$")  # of families named for their mixer
+_SHOWN = 8
 
 
 def is_transformers(module: nn.Module) -> bool:
@@ -47,12 +49,25 @@ class Transformers(World):
         found = [
             f"{block}.{name} ({type(part).__name__})".replace(". (", " (")
             for block in blocks
-            for name, part in model.get_submodule(block).named_modules()
-            if _MIXERS.search(type(part).__name__) and not _MIXERS.search(type(model.get_submodule(block)).__name__)
+            for name, part in _mixers(model.get_submodule(block))
         ]
         if not found:
             return []
-        return [f"these mix tokens outside attention, which needs the tokens in order on one rank: {', '.join(found)}."]
+        return [f"these mix tokens outside attention, which needs the tokens in order on one rank: {_some(found)}."]
+
+    def nothing_found(self, model: nn.Module) -> str:
+        """Says what the model has in place of the library's attention functions."""
+        said = (
+            "no module takes its attention from the library's AttentionInterface, nor calls "
+            "torch.nn.functional.scaled_dot_product_attention or flex_attention"
+        )
+        mixers = [f"{name} ({type(part).__name__})" for name, part in _mixers(model)]
+        if mixers:
+            return f"{said}. These mix tokens by other means: {_some(mixers)}."
+        attentions = [f"{name} ({type(part).__name__})" for name, part in model.named_modules() if _is_own(part)]
+        if attentions:
+            return f"{said}. These compute it in code of their own, which cannot be given the heads of a rank: {_some(attentions)}."
+        return f"{said}, so nothing matches."
 
     def show_attention(self, model: nn.Module) -> None:
         """Puts stand-ins into the registry, and in place of the files' own eager functions; they act on converted modules."""
@@ -154,6 +169,29 @@ class NoCache:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._refuse()
+
+
+def _mixers(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the innermost modules whose class says that they mix tokens outside attention."""
+    found = [
+        (name, part)
+        for name, part in module.named_modules()
+        if _MIXERS.search(type(part).__name__) and not _PER_TOKEN.search(type(part).__name__)
+    ]
+    held = [name for name, _ in found]
+    return [(name, part) for name, part in found if not any(_inside(other, name) for other in held)]
+
+
+def _inside(inner: str, outer: str) -> bool:
+    return inner != outer and (not outer or inner.startswith(f"{outer}."))
+
+
+def _is_own(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__ and bool(list(module.named_parameters()))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:

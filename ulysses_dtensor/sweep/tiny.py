@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +88,21 @@ def _by_name(sizes: Sizes) -> dict[str, Any]:
     }
 
 
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"n_group": 1, "num_group": 1, "topk_group": 1},
+    "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 96},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 4},
+    "mamba2": {"num_heads": 12, "head_dim": 8, "n_groups": 1},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
+    "xlm": {"emb_dim": 48},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What a family needs besides, at the usual sizes."""
 _ZERO = "dropout _pdrop drop_rate jitter layerdrop layer_drop".split()
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -104,28 +118,36 @@ def config_class(family: str) -> type[PreTrainedConfig]:
 
 
 def model_of(family: str, implementation: str, dtype: torch.dtype, sizes: Sizes = DEFAULT) -> nn.Module:
-    """Returns a tiny model with random weights, whose loss on one device is finite.
+    """Returns a tiny model with random weights, of which a copy had a finite loss on one device.
 
     Raises:
         Exception: the last error, when none of the configurations tried can be built and run.
     """
     trouble: Exception | None = None
-    for config in _configs(config_class(family), sizes):
+    kind = config_class(family)
+    for changes in _changes(sizes):
         try:
-            torch.manual_seed(sizes.seed)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-            model = _with_random_weights(model.to(dtype), sizes.seed + 1).train()
-            ids = torch.randint(3, VOCABULARY, (1, 7))
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            if not loss.isfinite():
-                raise ValueError("its loss is not finite")
-            model.zero_grad(set_to_none=True)
-            return model
+            config = _shrunk(kind, sizes, {**changes, **_FAMILIES.get(family, {})})
+            _check(_built(config, implementation, dtype, sizes))
+            return _built(config, implementation, dtype, sizes)  # some keep a state after a call
         except Exception as error:
             trouble = error
     assert trouble is not None
     raise trouble
+
+
+def _built(config: PreTrainedConfig, implementation: str, dtype: torch.dtype, sizes: Sizes) -> nn.Module:
+    torch.manual_seed(sizes.seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    return _with_random_weights(model.to(dtype), sizes.seed + 1).train()
+
+
+def _check(model: nn.Module) -> None:
+    ids = torch.randint(3, VOCABULARY, (1, 7))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    if not loss.isfinite():
+        raise ValueError("its loss is not finite")
 
 
 def _with_random_weights(model: nn.Module, seed: int) -> nn.Module:
@@ -139,18 +161,15 @@ def _with_random_weights(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
-def _configs(kind: type[PreTrainedConfig], sizes: Sizes) -> Iterator[PreTrainedConfig]:
-    for changes in (
+def _changes(sizes: Sizes) -> tuple[dict[str, Any], ...]:
+    """Returns what to change where the usual sizes do not fit a family, to be tried in turn."""
+    return (
         {},
         {"num_key_value_heads": sizes.heads, "num_kv_heads": sizes.heads},
         {"head_dim": None},
         {"hidden_size": 64, "num_attention_heads": 4},
         {"num_hidden_layers": 4, "n_layer": 4},
-    ):
-        try:
-            yield _shrunk(kind, sizes, changes)
-        except Exception:
-            continue
+    )
 
 
 def _shrunk(kind: type[PreTrainedConfig], sizes: Sizes, changes: dict[str, Any]) -> PreTrainedConfig:
@@ -159,6 +178,10 @@ def _shrunk(kind: type[PreTrainedConfig], sizes: Sizes, changes: dict[str, Any])
     values = {
         name: value for name, value in {**_by_name(sizes), **changes}.items() if name in known and value is not None
     }
+    if "kv_lora_rank" in known and "num_key_value_heads" in known:
+        values["num_key_value_heads"] = values.get(
+            "num_attention_heads", sizes.heads
+        )  # latent attention has one for each head
     values |= {
         name: 0.0 for name, value in known.items() if isinstance(value, float) and any(part in name for part in _ZERO)
     }
