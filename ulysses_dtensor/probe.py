@@ -27,7 +27,7 @@ from ulysses_dtensor.tokens import Held
 from ulysses_dtensor.trees import TreeSpec
 from ulysses_dtensor.trial import Drop, Rejected, Trial, Verdict
 
-_MAX_TRIALS = 256
+_MAX_TRIALS, _MAX_TRIALS_IN_ALL = 256, 768  # beyond the likely ones, of one candidate for the hidden state and of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ def probe(
     """
     started = time.perf_counter()
     trouble: list[Rejected] = []
+    budget = iter(range(_MAX_TRIALS_IN_ALL))
     in_objects = [x for leaf in leaves if not isinstance(leaf, torch.Tensor) for x in tensors_in(leaf)]
     with torch.inference_mode(False), _fresh_caches(), telling_values(module, in_objects):
         # A single value may decide which way the module goes: it stays what it is.
@@ -94,7 +95,7 @@ def probe(
 
         def trials(option: Option) -> Iterator[Trial]:
             length = seq_len(option.hidden)
-            for sliced in _guesses(leaves, option, length, fixed):
+            for sliced in _guesses(leaves, option, length, fixed, budget):
                 yield Trial(call, module, leaves, actual, spec, option, sliced, length, tuple(attentions))
 
         for trial, (outputs, held, drops) in _passed(map(trials, options), fixed, trouble):
@@ -151,7 +152,9 @@ def _fresh_caches() -> Iterator[None]:
         cache.update(kept)
 
 
-def _guesses(leaves: Sequence[Any], option: Option, seq_len: int, fixed: Mapping[int, int | None]) -> Iterator[Dims]:
+def _guesses(
+    leaves: Sequence[Any], option: Option, seq_len: int, fixed: Mapping[int, int | None], budget: Iterator[int]
+) -> Iterator[Dims]:
     """Yields which leaves to cut and where: what is declared alone, then likely ones, then every way of few cuts."""
     hidden = {at for dims in (option.hidden, *option.contexts, option.gathered) for at in dims}
     declared = {at: dim for at, dim in fixed.items() if dim is not None and at not in hidden}
@@ -171,7 +174,7 @@ def _guesses(leaves: Sequence[Any], option: Option, seq_len: int, fixed: Mapping
         for picked in itertools.combinations(choices, count):
             for dims in itertools.product(*(choices[at] for at in picked)):
                 trials += 1
-                if trials > _MAX_TRIALS:
+                if trials > _MAX_TRIALS or next(budget, None) is None:
                     return
                 yield {**declared, **dict(zip(picked, dims, strict=True))}
 
