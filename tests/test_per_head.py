@@ -111,9 +111,7 @@ class LocalLength(PerHeadBlock):
         return super().forward(x, x.shape[1])  # type: ignore[arg-type] - a number on purpose
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"), [(LocalBias, "a tensor (1, 4, 11, 11)"), (LocalLength, "'declared', 2, 1, 11")]
-)
+@pytest.mark.parametrize(("kind", "said"), [(LocalBias, "a tensor (1, 4, 11, 11)"), (LocalLength, "5 for 11")])
 def test_rejects_arguments_made_from_the_tokens_at_hand(kind: type[nn.Module], said: str) -> None:
     model = decoder()
     block: Any = seeded(lambda: kind(4, 2))

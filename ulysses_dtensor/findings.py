@@ -47,7 +47,8 @@ def compare(whole: Run, part: Run, at: list[int], dims: tuple[int | None, ...], 
         raise Rejected(
             6,
             f"its attention was called with other arguments for {what}: {_first_difference(part.flags, whole.flags)}. "
-            "An attention's flags must not depend on how many tokens a rank holds",
+            "What it is given beside query, key and value must not depend on the tokens that a rank holds: a mask chosen from "
+            "them, as by a sparse indexer, a flag, a scale",
         )
     if whole.drawn != part.drawn:
         name = next(iter((*whole.drawn, *part.drawn)))[0]
@@ -137,6 +138,9 @@ def _dropped(whole: torch.Tensor, part: torch.Tensor, subset: Subset) -> tuple[i
 
 def _first_difference(a: list[Any], b: list[Any]) -> str:
     for x, y in itertools.zip_longest(a, b):
+        if x != y and x is not None and y is not None and len(x) == len(y):
+            other = [(ours, theirs) for ours, theirs in zip(x, y, strict=True) if ours != theirs]
+            return ", ".join(f"{ours!r} for {theirs!r}" for ours, theirs in other)
         if x != y:
             return f"{x} for {y}"
     return ""

@@ -111,7 +111,9 @@ def probe(
                 unused=trial.unused_leaves(),
                 seconds=time.perf_counter() - started,
             )
-    reason = str(max(trouble, key=lambda rejected: rejected.weight)) if trouble else "no argument could hold tokens"
+    reason = (
+        str(max(trouble, key=lambda each: (each.weight, each.seq_len))) if trouble else "no argument could hold tokens"
+    )
     raise Mixes(f"{who}: {reason}.{out_of_reach(module)}")
 
 

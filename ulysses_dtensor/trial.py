@@ -53,6 +53,7 @@ class Trial(Tryout):
             try:
                 return self.judge()
             except Rejected as rejected:
+                rejected.seq_len = self.seq_len
                 trouble.append(rejected)
             if avoid:  # a size inside the module (a text and two registers) may equal a number made up: try others
                 self.choose_counts(avoid)

@@ -22,11 +22,11 @@ from ulysses_dtensor.unseen import unseen
 
 
 class Rejected(Exception):
-    """One trial failed; `weight` ranks how much its message tells."""
+    """One trial failed; `weight`, then the number of tokens that it took there to be, rank how much its message tells."""
 
     def __init__(self, weight: int, message: str) -> None:
         super().__init__(message)
-        self.weight = weight
+        self.weight, self.seq_len = weight, 0
 
 
 @dataclass
