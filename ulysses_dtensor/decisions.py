@@ -68,7 +68,12 @@ def decide(
                 attentions=attentions or (),
                 who=f"UlyssesPlan: {name} ({type(module).__name__})",
             )
-    except Mixes:
+    except Mixes as error:
+        if attentions is not None and name in region.parts:
+            part = region.parts[name]
+            raise Mixes(
+                f"{error} If {part} need not be cut, have every rank run it whole: whole=({part!r},)."
+            ) from None
         if attentions is not None:
             raise
         found = None

@@ -162,6 +162,8 @@ class Explanation:
         return held, _layout(axes, {call.seq_dim: of_tokens, call.head_dim: of_heads})
 
     def _beside(self, name: str) -> str:
+        if name in self.found.whole:
+            return "every rank runs all of it"
         return self._certificate(name) if name in self.decisions else "left alone unless a block's output reaches it"
 
     def _certificate(self, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,9 +41,9 @@ def convert_attention(module: nn.Module, region: Region, name: str) -> None:
     module.forward = partial(_attention_forward, module, region, name, module.__dict__.get("forward"))
 
 
-def convert_beside(module: nn.Module, region: Region, name: str) -> None:
-    """Makes a module outside the blocks keep shards where it keeps tokens apart; else it gets the whole tensor."""
-    module.forward = partial(_beside_forward, module, region, name, module.__dict__.get("forward"))
+def convert_beside(module: nn.Module, region: Region, name: str, whole: Sequence[str] = ()) -> None:
+    """Makes a module outside the blocks keep shards where it keeps tokens apart; else, or if in `whole`, it gets whole tensors."""
+    module.forward = partial(_beside_forward, module, region, name, name in whole, module.__dict__.get("forward"))
 
 
 def convert_ancestor(module: nn.Module, region: Region, name: str) -> None:
@@ -230,7 +230,13 @@ def _attention_forward(
 
 
 def _beside_forward(
-    module: nn.Module, region: Region, name: str, original: Callable[..., Any] | None, *args: Any, **kwargs: Any
+    module: nn.Module,
+    region: Region,
+    name: str,
+    whole: bool,
+    original: Callable[..., Any] | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     call = _own(module, original)
     if region.bypassed:
@@ -239,7 +245,7 @@ def _beside_forward(
     leaves, spec = tree_flatten((args, kwargs))
     if not any(is_shard_of(x, region.mesh) for x in leaves):
         return call(*args, **kwargs)
-    found = decide(call, module, region, name, leaves, spec, None)
+    found = None if whole else decide(call, module, region, name, leaves, spec, None)
     if found is None:
         leaves = [_gathered(x, region) for x in leaves]
         versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]

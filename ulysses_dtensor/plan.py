@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -43,6 +44,8 @@ class UlyssesPlan(ParallelStyle):
             calls it, or `flex_attention`, and every `nn.MultiheadAttention`.
         inputs: layouts of the blocks' arguments that the probe cannot decide, by name: `{"temb": "b c"}` for one that is
             used whole, `{"freqs": "(sp s) d"}` for one that is cut at its tokens.
+        whole: name patterns of modules that every rank runs whole, with the attentions in them: `("model.visual",)` for a vision
+            tower over small images beside a long text.
         outputs: `"replicate"` returns whole plain tensors, `"shard"` DTensors cut at their tokens.
         strategy: `"ulysses"` moves heads; `"auto"` picks, for each self-attention, between this and gathering keys and values
             for queries that stay, by the bytes sent.
@@ -59,6 +62,7 @@ class UlyssesPlan(ParallelStyle):
 
     attention: Mapping[str, UlyssesAttention | Literal["sdpa"]] | None = None
     inputs: Mapping[str, LayoutLike] | None = None
+    whole: Sequence[str] = ()
     outputs: Outputs = "replicate"
     check: Check = "always"
     strategy: Choice = "ulysses"
@@ -71,6 +75,8 @@ class UlyssesPlan(ParallelStyle):
             raise PlanError(f"UlyssesPlan: check={self.check!r} is neither 'always' nor 'first'.")
         if self.strategy not in ("ulysses", "auto"):
             raise PlanError(f"UlyssesPlan: strategy={self.strategy!r} is neither 'ulysses' nor 'auto'.")
+        if isinstance(self.whole, str):
+            raise PlanError(f"UlyssesPlan: whole={self.whole!r} is a text, not a sequence of names.")
         for pattern, style in (self.attention or {}).items():
             if style != "sdpa" and not isinstance(style, UlyssesAttention):
                 raise PlanError(
@@ -96,6 +102,7 @@ class UlyssesPlan(ParallelStyle):
             signature=f"{self!r} on {type(module).__name__}, blocks {', '.join(found.blocks)}",
             who=f"UlyssesPlan on {type(module).__name__}",
             world=world,
+            parts={name: part for name in found.blocks if (part := found.part_of(name))},
         )
         for name, style in self.declared(module).items():
             if isinstance(style, UlyssesAttention):
@@ -110,7 +117,8 @@ class UlyssesPlan(ParallelStyle):
             if id(attention) not in converted:
                 converted.add(id(attention))
                 convert_attention(attention, region, name)
-        for names, convert in ((found.beside, convert_beside), (found.ancestors, convert_ancestor)):
+        beside = partial(convert_beside, whole=found.whole)
+        for names, convert in ((found.beside, beside), (found.ancestors, convert_ancestor)):
             for name in names:
                 other = module.get_submodule(name)
                 if id(other) not in converted:
@@ -135,8 +143,16 @@ class UlyssesPlan(ParallelStyle):
             if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in model.named_modules()):
                 problems.append(f"attention pattern {pattern!r} matches no module.")
         world = world_of(model)
-        found = plain.find(model, {name: model.get_submodule(name) for name in styles}, world)
-        if not found.attentions and not problems:
+        left_out = self._left_out(model, problems)
+        found = plain.find(model, {name: model.get_submodule(name) for name in styles}, world, left_out)
+        parts = [name for name in left_out if any(f"{name}.".startswith(f"{block}.") for block in found.blocks)]
+        if parts:
+            problems.append(
+                f"whole names {parts[0]}, which lies in a stack of blocks that are converted. Name the stack."
+            )
+        if not found.attentions and not problems and left_out:
+            problems.append(f"whole={self.whole!r} leaves no attention to convert.")
+        elif not found.attentions and not problems:
             problems.append(world.nothing_found(model))
         if "" in found.blocks:
             problems.append("the model is itself an attention. Convert the model that holds it.")
@@ -156,6 +172,13 @@ class UlyssesPlan(ParallelStyle):
                 {name: style for name, _ in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)}
             )
         return styles
+
+    def _left_out(self, model: nn.Module, problems: list[str]) -> list[str]:
+        """Returns the names of the modules that `whole` names."""
+        named = [name for name, _ in model.named_modules() if name]
+        matches = {pattern: fnmatch.filter(named, pattern) for pattern in self.whole}
+        problems += [f"whole={pattern!r} matches no module." for pattern, found in matches.items() if not found]
+        return [name for found in matches.values() for name in found]
 
     def _input_problems(self, model: nn.Module, mesh: Any, found: plain.Found) -> list[str]:
         problems = []

@@ -35,10 +35,11 @@ class Region:
         signature: str,
         who: str,
         world: World,
+        parts: Mapping[str, str],
     ) -> None:
         self.mesh, self.outputs, self.check, self.inputs = mesh, outputs, check, dict(inputs)
         self.axes, self.strategy = dict(axes), strategy
-        self.signature, self.who, self.world = signature, who, world
+        self.signature, self.who, self.world, self.parts = signature, who, world, dict(parts)
         self.active = 0
         self.bypassed = 0
         self.inside = 0
@@ -62,6 +63,7 @@ class Region:
             strategy=self.strategy,
             signature=self.signature,
             who=self.who,
+            parts=self.parts,
             world=self.world,
         )
         copied.decisions, copied.natures = dict(self.decisions), dict(self.natures)

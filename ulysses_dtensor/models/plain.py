@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,22 +23,35 @@ class Found:
     """The modules a plan converts, by name.
 
     `blocks` map to the names of the attentions inside them. `ancestors` hold blocks; `beside` are the largest modules
-    that neither hold nor are blocks.
+    that neither hold nor are blocks; of these, `whole` hold attentions that are not to be converted.
     """
 
     attentions: dict[str, nn.Module]
     blocks: dict[str, tuple[str, ...]]
     ancestors: tuple[str, ...]
     beside: tuple[str, ...]
+    whole: tuple[str, ...] = ()
+
+    def part_of(self, block: str) -> str | None:
+        """Returns the largest module around the stack of a block that holds no other stack, None where there is no other."""
+        stacks = {name: name.rpartition(".")[0] for name in self.blocks}
+        around = [
+            a for a in _ancestors(block) if {stacks[b] for b in self.blocks if _within(b, (a,))} == {stacks[block]}
+        ]
+        return around[0] if around and len(set(stacks.values())) > 1 else None
 
 
-def find(model: nn.Module, declared: dict[str, nn.Module], world: World) -> Found:
-    """Returns what to convert in `model`: the attentions declared, or else found by reading what forward calls."""
-    attentions = declared or {
+def find(model: nn.Module, declared: dict[str, nn.Module], world: World, whole: Sequence[str] = ()) -> Found:
+    """Returns what to convert in `model`: the attentions declared, or else found by reading what forward calls.
+
+    What lies in the modules named in `whole` is left out.
+    """
+    all_attentions = declared or {
         name: module
         for name, module in model.named_modules()
         if calls_attention(module) or world.calls_attention(module)
     }
+    attentions = {name: module for name, module in all_attentions.items() if not _within(name, whole)}
     blocks: dict[str, list[str]] = {}
     for name in attentions:
         blocks.setdefault(_block_of(model, name), []).append(name)
@@ -51,7 +64,18 @@ def find(model: nn.Module, declared: dict[str, nn.Module], world: World) -> Foun
                     blocks.setdefault(wrapped, [])
     ancestors = sorted({a for name in blocks for a in _ancestors(name)})
     beside = tuple(_beside(model, "", set(blocks), set(ancestors)))
-    return Found(attentions, {name: tuple(held) for name, held in blocks.items()}, tuple(ancestors), beside)
+    left_out = [name for name in all_attentions if name not in attentions]
+    return Found(
+        attentions,
+        {name: tuple(held) for name, held in blocks.items()},
+        tuple(ancestors),
+        beside,
+        tuple(name for name in beside if any(_within(each, (name,)) for each in left_out)),
+    )
+
+
+def _within(name: str, modules: Sequence[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def calls_attention(module: nn.Module) -> bool:

@@ -51,9 +51,22 @@ class Transformers(World):
             for block in blocks
             for name, part in _mixers(model.get_submodule(block))
         ]
-        if not found:
-            return []
-        return [f"these mix tokens outside attention, which needs the tokens in order on one rank: {_some(found)}."]
+        counting = [
+            f"{name} ({type(part).__name__})"
+            for name, part in model.named_modules()
+            if getattr(part, "has_relative_attention_bias", False) is True
+            and any(_inside(name, block) for block in blocks)
+        ]
+        problems = []
+        if found:
+            problems.append(
+                f"these mix tokens outside attention, which needs the tokens in order on one rank: {_some(found)}."
+            )
+        if counting:
+            problems.append(
+                f"these make a bias from positions counted at the tokens at hand, from zero on each rank: {_some(counting)}."
+            )
+        return problems
 
     def nothing_found(self, model: nn.Module) -> str:
         """Says what the model has in place of the library's attention functions."""
