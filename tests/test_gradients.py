@@ -177,6 +177,22 @@ def test_parameters_that_fsdp_leaves_out_are_ours() -> None:
         assert_runs_equal(each, expected)
 
 
+@pytest.mark.parametrize("names", [["layers.0.attention.q.weight"], None], ids=["one", "all"])
+def test_parameters_put_in_place_of_the_models_own(names: list[str] | None) -> None:
+    def step(model: nn.Module) -> Run:
+        own = dict(model.named_parameters())
+        logits = torch.func.functional_call(model, {name: own[name] * 1.5 for name in names or own}, IDS)
+        loss = loss_of(logits)
+        loss.backward()
+        return result_of(model, logits, loss)
+
+    model = decoder()
+    expected = step(copy.deepcopy(model))
+    runs = run_on_mesh({"sp": 2}, lambda mesh: step(parallelize_module(copy.deepcopy(model), mesh, UlyssesPlan())))
+    for each in runs:
+        assert_runs_equal(each, expected)
+
+
 def test_gradients_accumulate() -> None:
     original = ZOO["experts"].model()
     batches = [{"ids": ids_of(2, seq_len, seed)} for seed, seq_len in enumerate((9, 13, 2))]

@@ -294,6 +294,22 @@ def test_an_attention_in_no_list_is_its_own_block(build: Callable[[], nn.Module]
     assert run.forward.count("all-to-all") >= 2
 
 
+class Masked(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **options)])
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x + self.layers[0](x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("tokens", range(4, 12))
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_mask_beside_learned_keys_is_no_mask_of_the_tokens_at_hand(zero: bool, tokens: int) -> None:
+    model = seeded(lambda: Masked(add_bias_kv=True, add_zero_attn=zero))
+    assert_equals_one_device(model, {"x": numbers(2, tokens, WIDTH), "mask": numbers(tokens, tokens)}, 2)
+
+
 class Looks(nn.Module):
     """A block that looks whether it is given one tensor twice."""
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
 from ulysses_dtensor import (
     PlanError,
@@ -758,6 +759,42 @@ def test_checkpoints_of_a_block_behind_code_that_gathered(reentrant: bool) -> No
         return model.head(checkpoint(model.blocks[1], x, use_reentrant=reentrant))
 
     assert_equals_one_device(stack(between), {"ids": ids_of(2, 9)}, 2)
+
+
+class Stages(nn.Module):
+    """Blocks in stages of two; each stage is checkpointed, or all of them as one."""
+
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.each = each
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 5)
+        self.stages = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
+        self.all = nn.Sequential(*self.stages)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for stage in self.stages if self.each else [self.all]:
+            x = checkpoint(stage, x, use_reentrant=False)  # type: ignore[assignment] - the stage's result
+        return self.head(x)
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_checkpoints_around_containers_of_blocks(each: bool, ranks: int) -> None:
+    assert_equals_one_device(seeded(lambda: Stages(each)), {"ids": ids_of(2, 9)}, ranks)
+
+
+@pytest.mark.parametrize("tokens", [22, 9])  # a share of 22 is as many as the probe makes up
+@pytest.mark.parametrize("saved", [torch.ops.aten.addmm.default, torch.ops.aten.native_layer_norm.default])
+def test_selective_checkpoints_keep_nothing_of_the_probe(saved: Any, tokens: int) -> None:
+    contexts = partial(create_selective_checkpoint_contexts, [saved])
+
+    def between(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)  # type: ignore[assignment]
+        return model.head(x)
+
+    assert_equals_one_device(stack(between), {"ids": ids_of(2, tokens)}, 2)
 
 
 def test_a_model_checkpointed_as_a_whole() -> None:

@@ -49,8 +49,8 @@ def decide(
         )
     if in_backward() and attentions is not None:
         raise PlanError(
-            f"UlyssesPlan: {name} is recomputed as its forward did not run. After a forward under bypass, run the backward under "
-            "bypass too."
+            f"UlyssesPlan: {name} is recomputed as its forward did not run. Checkpoint whole blocks, without code between them; "
+            "after a forward under bypass, run the backward under bypass too."
         )
     described = Call(module, leaves, spec, region.inputs, region.mesh, region.axes)
     made = {id(x): torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in leaves if is_shard_of(x, region.mesh)}

@@ -60,9 +60,15 @@ def _ancestor_forward(
     if region.bypassed:
         return call(*args, **kwargs)
     if region.active:
-        refuse_nested_tensors(module, args, kwargs)
-        kwargs = world.before(module, args, kwargs)
-        return world.after(module, args, given, call(*args, **kwargs))
+        region.nested.add(name)
+        return _inner_forward(call, module, region, args, kwargs)
+    if name in region.nested and in_backward():  # a checkpoint recomputes it alone
+        region.active += 1
+        try:
+            with Tail(region.mesh, region.reducer, seeded_alike=region.seeded_alike):
+                return _inner_forward(call, module, region, args, kwargs)
+        finally:
+            region.active -= 1
     problem = None
     left: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     try:
@@ -98,6 +104,12 @@ def _ancestor_forward(
         region.active -= 1
     kept = [id(x) for x in world.stays_in_shards(result)]
     return tree_map(lambda x: _out(x, region, tail, kept), result)
+
+
+def _inner_forward(call: Callable[..., Any], module: nn.Module, region: Region, args: Any, kwargs: Any) -> Any:
+    refuse_nested_tensors(module, args, kwargs)
+    changed = region.world.before(module, args, kwargs)
+    return region.world.after(module, args, kwargs, call(*args, **changed))
 
 
 def _sizes(args: Any, kwargs: Any) -> str:

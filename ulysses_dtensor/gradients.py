@@ -47,11 +47,12 @@ def check_reducers(
         if not p.requires_grad or id(p) in managed:
             continue
         if not isinstance(p, DTensor):
-            left.append(p)
+            left += _leaves_behind(p)
         elif not ranks <= _ranks_of(p.device_mesh):
             problems.append(_misses(name, p.device_mesh, ranks))
         elif not any(isinstance(placement, Shard) for placement in p.placements):
             problems.append(f"parameter {name} is a DTensor placed {p.placements}: nobody averages its gradient.")
+    left = list({id(p): p for p in left if id(p) not in managed}.values())
     ddp = _active_ddp(model)
     if ddp is not None and left:
         ddp_ranks = set(dist.get_process_group_ranks(ddp.process_group))
@@ -61,11 +62,12 @@ def check_reducers(
                 "Give it a process group of all dp x sp ranks."
             )
         left, reduced = [], left
-    hooked = [name for name, p in model.named_parameters() if any(p is q for q in left) and _has_hooks(p)]
+    names = {id(p): name for name, p in model.named_parameters()}
+    hooked = [p for p in left if _has_hooks(p)]
     if hooked:
         problems.append(
-            f"parameter {hooked[0]} has a hook, which would see its gradient before it is averaged over the sequence group. "
-            "Work on gradients after the backward, or wrap the model in FSDP2 or DDP."
+            f"parameter {names.get(id(hooked[0]), 'behind a parameter')} has a hook, which would see its gradient before it is "
+            "averaged over the sequence group. Work on gradients after the backward, or wrap the model in FSDP2 or DDP."
         )
     foreign = _foreign_parameters(model, managed, args, kwargs)
     if foreign:
@@ -82,6 +84,17 @@ def _is_flattened(module: nn.Module) -> bool:
     """Whether FSDP1 keeps this module's parameters: in a flat one, or as plain tensors that hide its own."""
     flat = isinstance(module, FullyShardedDataParallel) or "_flat_param" in module._parameters
     return flat or any(isinstance(vars(module).get(name), torch.Tensor) for name in module._parameters)
+
+
+def _leaves_behind(p: torch.Tensor) -> list[torch.Tensor]:
+    """Returns a parameter, or what one is computed from that `torch.func.functional_call` put in its place.
+
+    A gradient that reaches those through parameters alone is averaged as theirs; one by another way is equal on all ranks.
+    """
+    if p.is_leaf:
+        return [p]
+    behind = (getattr(node, "variable", None) for node in graph_nodes([p]))
+    return [x for x in behind if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
 
 
 def _has_hooks(p: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ from ulysses_dtensor.telling import telling, telling_values
 from ulysses_dtensor.tokens import Held
 from ulysses_dtensor.trees import TreeSpec
 from ulysses_dtensor.trial import Drop, Rejected, Trial, Verdict
+from ulysses_dtensor.unseen import without_dispatch_modes
 
 _MAX_TRIALS, _MAX_TRIALS_IN_ALL = 256, 768  # beyond the likely ones, of one candidate for the hidden state and of all
 
@@ -88,7 +89,7 @@ def probe(
     trouble: list[Rejected] = []
     budget = iter(range(_MAX_TRIALS_IN_ALL))
     in_objects = [x for leaf in leaves if not isinstance(leaf, torch.Tensor) for x in tensors_in(leaf)]
-    with torch.inference_mode(False), _fresh_caches(), telling_values(module, in_objects):
+    with torch.inference_mode(False), without_dispatch_modes(), _fresh_caches(), telling_values(module, in_objects):
         # A single value may decide which way the module goes: it stays what it is.
         told = {id(x): telling(x) for x in leaves if isinstance(x, torch.Tensor) and x.numel() != 1}
         actual, leaves = leaves, [told.get(id(x), x) for x in leaves]

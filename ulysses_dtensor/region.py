@@ -52,6 +52,7 @@ class Region:
         self.natures: dict[Any, Any] = {}
         self.reducer = ReduceAtEnd(mesh)
         self.history = ""
+        self.nested: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = Region(

@@ -71,6 +71,8 @@ class Tryout:
         self.others: dict[int, bool] = {}
         sizes = {size for x in self.leaves if isinstance(x, torch.Tensor) for size in x.shape} | {self.seq_len, *avoid}
         sizes |= {size for p in self.module.parameters() for size in p.shape}
+        if any(_adds_keys(part) for part in self.module.modules()):  # and pads its mask for them
+            sizes |= {size + more for size in sizes for more in (1, 2)}
         # No count of tokens that the module sees, nor what is left of it, equals any size that it has: a coincidence would tell
         # nothing.
         self.some = next(n for n in itertools.chain((5, 6, 7, 4, 3), itertools.count(8)) if n not in sizes)
@@ -206,6 +208,10 @@ class Tryout:
     def index(self, at: list[int], like: torch.Tensor) -> torch.Tensor:
         """Returns token numbers as an index into `like`."""
         return torch.tensor(at, device=like.device)
+
+
+def _adds_keys(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn)
 
 
 def _version(x: torch.Tensor) -> int:
