@@ -76,8 +76,12 @@ FLOORS = (
 )
 """The modules of the package, highest first. A new one gets its place here."""
 
-WITHOUT_A_PUBLIC_NAME = {"trees": "torch.utils._pytree", "explain": "torch._subclasses.fake_tensor.FakeTensorMode"}
-"""Private in name alone: torch has no other name for walking nested arguments, nor for running a model on shapes.
+WITHOUT_A_PUBLIC_NAME = {
+    "trees": "torch.utils._pytree",
+    "explain": "torch._subclasses.fake_tensor.FakeTensorMode",
+    "unseen": "torch.utils._python_dispatch._disable_current_modes",
+}
+"""What torch has no public name for: walking nested arguments, running a model on shapes, hiding from dispatch modes.
 
 Each may be imported in one file.
 """

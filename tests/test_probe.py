@@ -32,11 +32,13 @@ from model_zoo import (
 from one_device import assert_equals_one_device, refused_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ulysses_dtensor import PlanError, UlyssesPlan, parallelize_module
 from ulysses_dtensor.region import region_of
 from ulysses_dtensor.testing import run_on_mesh
+from ulysses_dtensor.unseen import without_dispatch_modes
 
 Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -752,3 +754,26 @@ def test_the_probe_hides_from_global_hooks() -> None:
         hook.remove()
     assert calls.count(FeedForward) == calls.count(SelfAttention) == 2
     assert calls.count(Norm) == 5
+
+
+def test_the_probe_hides_from_dispatch_modes() -> None:
+    """If torch moves `_disable_current_modes`: in ulysses_dtensor/unseen.py, pop every mode of this thread and push it back.
+
+    Without it a selective checkpoint around a block keeps results of the probe's operations, and hands them to the
+    recompute of the step's own.
+    """
+
+    class Counting(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3)
+    with Counting() as mode:
+        with without_dispatch_modes():
+            x + x
+        assert mode.seen == 0
+        x + x
+    assert mode.seen == 1
