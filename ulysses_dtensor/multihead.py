@@ -34,6 +34,10 @@ class Withheld(torch.Tensor):
     tolist = numpy = __array__ = _refuse  # they ask for memory, past any dispatch
 
 
+class WithheldInGraph:
+    """The same while a block is compiled, where no such tensor can be made; what uses it was refused in the eager run."""
+
+
 def multi_head_attention(
     sdpa: Sdpa,
     query: torch.Tensor,
@@ -187,8 +191,10 @@ def _projected(
     )
 
 
-def withheld(weights: torch.Tensor) -> Withheld:
+def withheld(weights: torch.Tensor) -> Withheld | WithheldInGraph:
     """Returns what stands for these weights."""
+    if torch.compiler.is_compiling():
+        return WithheldInGraph()
     return torch.Tensor._make_wrapper_subclass(Withheld, weights.shape, dtype=weights.dtype, device=weights.device)
 
 
