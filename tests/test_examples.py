@@ -14,7 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from ulysses_dtensor.demo.run import _verdict
 from ulysses_dtensor.demo.train import Settings, Step
@@ -105,11 +109,40 @@ def script(directory: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "command"), [(3, ["inner_attention.py"]), (4, ["train_fsdp2.py", "2"])], ids=["inner", "fsdp2"]
+    ("ranks", "command"),
+    [
+        (3, ["inner_attention.py"]),
+        (4, ["train_fsdp2.py", "2"]),
+        (4, ["transformers_fsdp2.py", "--sp", "2", "--tokens", "301"]),
+        (4, ["transformers_trainer.py", "2"]),
+    ],
+    ids=["inner", "fsdp2", "transformers", "Trainer"],
 )
 def test_example_runs_under_torchrun(ranks: int, command: list[str]) -> None:
     code, output = ran(*TORCHRUN, str(ranks), ROOT / "examples" / command[0], *command[1:])
     assert code == 0, output
+
+
+def test_transformers_example_takes_a_local_model(tmp_path: Path) -> None:
+    """A folder with a model of another family, and a tokenizer of words."""
+    config = transformers.GPTNeoXConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    )
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    words = Tokenizer(WordLevel({f"w{n}": n for n in range(99)} | {"?": 99}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()  # type: ignore[assignment] - a property
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{n * n % 99}" for n in range(3000)))
+    options = ["--model", tmp_path, "--text", text, "--tokens", "77", "--steps", "2"]
+    code, output = ran(*TORCHRUN, "2", ROOT / "examples" / "transformers_fsdp2.py", *options)
+    assert code == 0, output
+    assert "step 1: loss" in output
 
 
 def test_example_fails_when_gradients_are_wrong(tmp_path: Path) -> None:
