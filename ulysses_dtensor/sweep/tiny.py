@@ -69,6 +69,7 @@ def _by_name(sizes: Sizes) -> dict[str, Any]:
         "attention_chunk_size": sizes.window,
         "rotary_dim": sizes.head_size // 2,
         "hidden_size_per_layer_input": 8,
+        "hidden_size_global": sizes.width,
         "first_k_dense_replace": 1,
         "num_dense_layers": 1,
         "mamba_n_heads": 8,
@@ -91,6 +92,7 @@ def _by_name(sizes: Sizes) -> dict[str, Any]:
 _FAMILIES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"n_group": 1, "num_group": 1, "topk_group": 1},
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 64, "use_cache": False},
     "falcon_h1": {"mamba_d_ssm": 96},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -99,6 +101,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 12, "head_dim": 8, "n_groups": 1},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
     "xlm": {"emb_dim": 48},
+    "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
 }
