@@ -773,7 +773,7 @@ def test_the_probe_hides_from_dispatch_modes() -> None:
     x = torch.ones(3)
     with Counting() as mode:
         with without_dispatch_modes():
-            x + x
+            x.neg()
         assert mode.seen == 0
-        x + x
+        x.neg()
     assert mode.seen == 1
