@@ -55,7 +55,9 @@ def assert_steps_equal(found: Any, expected: Any, tolerance: float = 1e-5) -> No
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gpt2", "gemma3_text", "falcon", "opt", "bert", "phi3", "cohere2", "qwen3", "glm4"]
+    "family",
+    ["llama", "gpt2", "gemma3_text", "falcon", "opt", "bert", "phi3", "cohere2", "qwen3", "glm4"]
+    + ["gpt_neox", "starcoder2", "smollm3", "ministral3"],
 )
 def test_a_family_in_float64(family: str) -> None:
     kind, detail, _ = compare(model_of(family, "sdpa", torch.float64), torch.float64, (2, 4))
@@ -73,6 +75,14 @@ def test_a_family_with_eager_attention(family: str) -> None:
     dtype = torch.float32 if family == "gpt_oss" else torch.float64
     kind, detail, _ = compare(model_of(family, "eager", dtype), dtype, (2, 4))
     assert kind == "right", detail
+
+
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "zaya"])
+def test_names_what_convolves_over_tokens(family: str) -> None:
+    _, detail, _ = compare(model_of(family, "sdpa", torch.float32), torch.float32, (2,))
+    part = {"bamba": "mamba (BambaMixer)", "falcon_h1": "mamba (FalconH1Mixer)", "zaya": "qkv_proj (ZayaCCAProjection)"}
+    assert "these mix tokens outside attention" in detail
+    assert part[family] in detail
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "mamba", "minimax", "olmo_hybrid", "bloom"])

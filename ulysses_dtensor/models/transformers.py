@@ -185,14 +185,22 @@ class NoCache:
 
 
 def _mixers(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the innermost modules whose class says that they mix tokens outside attention."""
+    """Returns the innermost modules that mix tokens outside attention, by their class or by a convolution of theirs."""
     found = [
         (name, part)
         for name, part in module.named_modules()
-        if _MIXERS.search(type(part).__name__) and not _PER_TOKEN.search(type(part).__name__)
+        if (_MIXERS.search(type(part).__name__) and not _PER_TOKEN.search(type(part).__name__)) or _convolves(part)
     ]
     held = [name for name, _ in found]
     return [(name, part) for name, part in found if not any(_inside(other, name) for other in held)]
+
+
+def _convolves(module: nn.Module) -> bool:
+    """Whether it holds a depthwise convolution over more than one token, as state space models and linear attentions do."""
+    return any(
+        isinstance(part, nn.Conv1d) and part.groups == part.in_channels > 1 and part.kernel_size[0] > 1
+        for part in module.children()
+    )
 
 
 def _inside(inner: str, outer: str) -> bool:
