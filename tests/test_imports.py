@@ -61,6 +61,7 @@ FLOORS = (
     "boundary",
     "passes",
     "meshes",
+    "leaving",
     "tables",
     "redistribute",
     "exchange",

@@ -20,6 +20,7 @@ from ulysses_dtensor.errors import LayoutError, PlanError
 from ulysses_dtensor.flex import show_flex
 from ulysses_dtensor.forwards import convert_ancestor, convert_attention, convert_beside, convert_block
 from ulysses_dtensor.layout import Layout, LayoutLike, as_layout
+from ulysses_dtensor.leaving import leave_after_gloo
 from ulysses_dtensor.meshes import checked_mesh, plan_mesh
 from ulysses_dtensor.models import plain, world_of
 from ulysses_dtensor.region import Region, region_of
@@ -89,6 +90,7 @@ class UlyssesPlan(ParallelStyle):
         found, problems = self.find(module, axes)
         if problems:
             raise PlanError(f"UlyssesPlan on {type(module).__name__}:\n  " + "\n  ".join(problems))
+        leave_after_gloo(mesh)
         world = world_of(module)
         show_flex(module)
         world.show_attention(module)

@@ -79,11 +79,7 @@ def _under_torchrun(settings: Settings, console: Console) -> int:
             single = train_single(settings, lambda _: progress.advance(single_bar)) if first else []
         rows: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, parallel)
-        code = _verdict(single, rows, settings, console) if first else 0
-        # A thread of gloo's that still holds a tensor of Python's when the interpreter ends aborts the process; the tensors of
-        # the gather are let go while all wait here, and a barrier has none.
-        dist.barrier()
-        return code
+        return _verdict(single, rows, settings, console) if first else 0
     finally:
         dist.destroy_process_group()
 
