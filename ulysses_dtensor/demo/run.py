@@ -79,7 +79,9 @@ def _under_torchrun(settings: Settings, console: Console) -> int:
             single = train_single(settings, lambda _: progress.advance(single_bar)) if first else []
         rows: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, parallel)
-        return _verdict(single, rows, settings, console) if first else 0
+        code = [_verdict(single, rows, settings, console) if first else 0]
+        dist.broadcast_object_list(code)  # every machine's torchrun ends with the verdict
+        return code[0]
     finally:
         dist.destroy_process_group()
 
